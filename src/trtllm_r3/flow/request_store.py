@@ -1,0 +1,165 @@
+"""Rows of each live request by absolute position, in one paged arena.
+
+R rows of the arena, N rows of one commit, T positions of one request, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .causes import DEVICE_CAUSES, Cause
+from .layout import Ints
+from .ops import NOT_CAPTURED, mark
+
+PAGE = 64  # positions; a short request wastes at most 63 rows
+
+Rows = npt.NDArray[Any]
+Causes = npt.NDArray[np.uint8]
+_DEVICE_CAUSES = np.array(DEVICE_CAUSES, np.uint8)
+
+
+class PerRequestRouteStore:
+    """The first write of a position wins: it belongs to the forward that produced the kept token.
+
+    A request has a slot; a page table maps (slot, position // PAGE) to a page of the arena, so that a
+    step of any mix of requests is one indexed write. The arena grows by doubling, and is bounded by
+    the tokens of the live requests.
+    """
+
+    def __init__(self, *, layers: int, top_k: int, dtype: npt.DTypeLike, pages: int = 64) -> None:
+        self.layers, self.top_k, self.dtype = layers, top_k, np.dtype(dtype)
+        self._row = np.dtype((np.void, layers * top_k * self.dtype.itemsize))
+        self._arena = np.empty(pages * PAGE, self._row)
+        self._cause = np.zeros(pages * PAGE, np.uint8)
+        self._epoch = np.zeros(pages * PAGE, np.int32)
+        self._free_pages = list(range(pages - 1, -1, -1))
+        self._table = np.full((16, 8), -1, np.int64)
+        self._free_slots = list(range(15, -1, -1))
+
+    @property
+    def live(self) -> int:
+        """Requests with a slot."""
+        return len(self._table) - len(self._free_slots)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages of the arena that belong to a request."""
+        return len(self._arena) // PAGE - len(self._free_pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the arena."""
+        return self._arena.nbytes + self._cause.nbytes + self._epoch.nbytes
+
+    def open(self) -> int:
+        """A slot for a new request."""
+        if not self._free_slots:
+            have = len(self._table)
+            self._table = np.concatenate([self._table, np.full_like(self._table, -1)])
+            self._free_slots = list(range(2 * have - 1, have - 1, -1))
+        return self._free_slots.pop()
+
+    def close(self, slot: int) -> None:
+        """The request is gone: its pages and its slot are free."""
+        pages = self._table[slot]
+        self._free_pages.extend(pages[pages >= 0].tolist())
+        pages[:] = -1
+        self._free_slots.append(slot)
+
+    def commit(self, slots_N: Ints, positions_N: Ints, rows_NLK: Rows, epoch: int) -> int:
+        """Store the rows of positions that have none yet. Returns how many of them lack ids."""
+        causes_N = self._causes_of(rows_NLK)
+        at, fresh = self._claim(slots_N, positions_N)
+        if not fresh.all():
+            at, rows_NLK, causes_N = at[fresh], rows_NLK[fresh], causes_N[fresh]
+        self._arena[at] = self._packed(np.ascontiguousarray(rows_NLK))
+        self._cause[at] = causes_N
+        self._epoch[at] = epoch
+        return int((causes_N != Cause.CAPTURED).sum())
+
+    def mark(self, slots_N: Ints, positions_N: Ints, cause: Cause, epoch: int) -> None:
+        """These positions were computed but their rows are lost."""
+        at, fresh = self._claim(slots_N, positions_N)
+        at = at[fresh]
+        self._arena.view(self.dtype).reshape(len(self._arena), -1)[at] = mark(0, self.top_k)
+        self._cause[at] = cause
+        self._epoch[at] = epoch
+
+    def forget(self, slot: int, first: int) -> None:
+        """Rows from position `first` on belong to tokens that were dropped; they will be rewritten."""
+        at = self._known(slot, first, self._table.shape[1] * PAGE)
+        self._cause[at] = Cause.ABSENT
+
+    def read(self, slot: int, start: int, stop: int) -> tuple[Rows, Causes, npt.NDArray[np.int32]]:
+        """(ids [T, L, K], causes [T], epochs [T]) of positions [start, stop); always stop - start rows."""
+        rows_TLK = np.full((stop - start, self.layers, self.top_k), mark(0, self.top_k), self.dtype)
+        causes, epochs = np.zeros(stop - start, np.uint8), np.zeros(stop - start, np.int32)
+        at = self._known(slot, start, stop)
+        self._packed(rows_TLK)[: len(at)] = self._arena[at]
+        causes[: len(at)] = self._cause[at]
+        epochs[: len(at)] = self._epoch[at]
+        rows_TLK[causes == Cause.ABSENT] = mark(0, self.top_k)
+        return rows_TLK, causes, epochs
+
+    def _packed(self, rows_NLK: Rows) -> Rows:
+        """The same memory as one item a row, [N]."""
+        return rows_NLK.reshape(len(rows_NLK), self.layers * self.top_k).view(self._row)[:, 0]
+
+    def _known(self, slot: int, start: int, stop: int) -> Ints:
+        """Arena rows of the positions from `start` on that have pages; pages are given out in order."""
+        pages = self._table[slot]
+        stop = min(stop, int((pages >= 0).sum()) * PAGE)
+        positions = np.arange(start, max(start, stop), dtype=np.int64)
+        at: Ints = pages[positions // PAGE] * PAGE + positions % PAGE
+        return at
+
+    def _claim(self, slots_N: Ints, positions_N: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        pages_N = positions_N // PAGE
+        last = int(pages_N.max(initial=-1))
+        if last >= self._table.shape[1]:
+            wider = np.full((len(self._table), max(2 * self._table.shape[1], last + 1)), -1, np.int64)
+            wider[:, : self._table.shape[1]] = self._table
+            self._table = wider
+        lacking = np.flatnonzero(self._table[slots_N, pages_N] < 0)
+        if len(lacking):
+            slots, pages = slots_N[lacking], pages_N[lacking]
+            turns = np.flatnonzero((np.diff(slots, prepend=-1) != 0) | (np.diff(pages, prepend=-1) != 0))
+            for slot, page in zip(slots[turns].tolist(), pages[turns].tolist(), strict=True):
+                self._grow_to(slot, page)
+        at = self._table[slots_N, pages_N] * PAGE + positions_N % PAGE
+        return at, self._cause[at] == Cause.ABSENT
+
+    def _grow_to(self, slot: int, page: int) -> None:
+        for index in np.flatnonzero(self._table[slot, : page + 1] < 0).tolist():
+            if not self._free_pages:
+                self._double()
+            fresh = self._free_pages.pop()
+            self._cause[fresh * PAGE : (fresh + 1) * PAGE] = Cause.ABSENT
+            self._table[slot, index] = fresh
+
+    def _double(self) -> None:
+        have = len(self._arena) // PAGE
+        self._arena = np.concatenate([self._arena, np.empty_like(self._arena)])
+        self._cause = np.concatenate([self._cause, np.zeros_like(self._cause)])
+        self._epoch = np.concatenate([self._epoch, np.zeros_like(self._epoch)])
+        self._free_pages.extend(range(2 * have - 1, have - 1, -1))
+
+    def _causes_of(self, rows_NLK: Rows) -> Causes:
+        causes = np.full(len(rows_NLK), Cause.CAPTURED, np.uint8)
+        missing_NL = missing_layers(rows_NLK)
+        bad = np.flatnonzero(missing_NL.any(1))
+        if len(bad):
+            marks = rows_NLK[bad, missing_NL[bad].argmax(1), 0].astype(np.int64)
+            codes = np.abs(marks - mark(0, self.top_k))
+            causes[bad] = _DEVICE_CAUSES[np.where(codes < len(_DEVICE_CAUSES), codes, NOT_CAPTURED)]
+        return causes
+
+
+def missing_layers(rows_NLK: Rows) -> npt.NDArray[np.bool_]:
+    """[N, L]: which ids are a mark. K > 1: two equal ids can't be a top-k, whatever put them there."""
+    if rows_NLK.shape[-1] == 1:
+        return np.asarray(rows_NLK[..., 0] < 0)
+    return np.asarray(rows_NLK[..., 0] == rows_NLK[..., 1])

@@ -1,0 +1,365 @@
+"""The LLM class: prompts in, outputs out."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from .._utils import steady_clock_now
+from ..disaggregated_params import DisaggregatedParams
+from ..executor import (
+    DetokenizedGenerationResultBase,
+    GenerationExecutor,
+    GenerationResult,
+    IterationResult,
+    PostprocParams,
+    PostprocWorkerConfig,
+)
+from ..inputs import PromptInputs, create_input_processor, get_cache_salt_id, prompt_inputs
+from ..logger import logger
+from ..sampling_params import SamplingParams
+from .llm_args import TorchLlmArgs
+from .llm_args_check import check_prompt_fits, check_request_options, check_request_supported, check_supported
+from .llm_utils import item_at, load_json, needs_words
+from .mpi_session import MpiSession, external_mpi_comm_available
+from .progress import progress
+from .tokenizer import TokenizerBase, load_hf_tokenizer
+
+
+class RequestOutput(DetokenizedGenerationResultBase, GenerationResult):
+    """The outputs of one request: `prompt`, `prompt_token_ids`, `outputs`, `finished`, `context_logits`.
+
+    Made by the LLM from a `GenerationResult`, never by users.
+    """
+
+    _prompt: str | None
+
+    def __init__(self) -> None:
+        raise RuntimeError(f"{type(self).__name__} is made by the LLM only")
+
+    @classmethod
+    def _from_generation_result(
+        cls,
+        generation_result: GenerationResult,
+        prompt: str | None = None,
+        tokenizer: TokenizerBase | None = None,
+    ) -> RequestOutput:
+        output = cls.__new__(cls)
+        output.__dict__.update(generation_result.__dict__)
+        output.tokenizer = tokenizer
+        output._streaming = generation_result._streaming
+        output._prompt = prompt
+        return output
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt, if it was given as text."""
+        return self._prompt
+
+    def _repr_fields(self) -> list[str]:
+        return ["request_id", "prompt", "prompt_token_ids", "outputs", "finished"]
+
+
+class BaseLLM:
+    """An engine and the way to it. ValueError for unknown options and for those that the engine cannot honour."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any = None,
+        tokenizer_mode: Literal["auto", "slow"] = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._executor: Any = None
+        self.mpi_session: MpiSession | None = None
+        self._executor_cls = kwargs.pop("executor_cls", GenerationExecutor)
+        self._llm_id: str | None = None
+        llm_args_cls = TorchLlmArgs
+        valid_keys = {*llm_args_cls.model_fields, "_mpi_session", "backend"}
+        for key in kwargs:
+            if key not in valid_keys:
+                raise ValueError(f"{type(self).__name__} got invalid argument: {key}")
+        self.args: Any = llm_args_cls.from_kwargs(
+            model=model,
+            tokenizer=tokenizer,
+            tokenizer_mode=tokenizer_mode,
+            skip_tokenizer_init=skip_tokenizer_init,
+            trust_remote_code=trust_remote_code,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            revision=revision,
+            tokenizer_revision=tokenizer_revision,
+            **kwargs,
+        )
+        if self.args.env_overrides:
+            os.environ.update(self.args.env_overrides)
+        self.mpi_session = self.args.mpi_session
+        self._tokenizer: TokenizerBase | None = None
+        self.input_processor = create_input_processor(None, None)
+        self._hf_model_dir: Path | None = None
+        self._hf_model_config: SimpleNamespace | None = None
+        self._generation_config: SimpleNamespace | None = None
+        try:
+            self._build_model()
+        except Exception:
+            if self.mpi_session is not None:
+                self.mpi_session.shutdown()
+            raise
+        atexit.register(BaseLLM._shutdown_wrapper, weakref.ref(self))
+
+    @property
+    def llm_id(self) -> str:
+        """A name of this object that no other has."""
+        if self._llm_id is None:
+            self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
+        return self._llm_id
+
+    def generate(
+        self,
+        inputs: PromptInputs | Sequence[PromptInputs],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: DisaggregatedParams | list[DisaggregatedParams] | None = None,
+        scheduling_params: Any = None,
+        cache_salt: str | Sequence[str] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Run one prompt, or a list of prompts, to the end.
+
+        A prompt is a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids". Every other
+        argument may be a list, one entry for each prompt. RequestError if a request fails in the engine.
+        """
+        unbatched = not isinstance(inputs, list) or (len(inputs) > 0 and isinstance(inputs[0], int))
+        batch: list[Any] = [inputs] if unbatched else list(inputs)
+        prompts = [prompt_inputs(prompt) for prompt in batch]
+        options = {
+            "sampling_params": sampling_params,
+            "lora_request": lora_request,
+            "prompt_adapter_request": prompt_adapter_request,
+            "kv_cache_retention_config": kv_cache_retention_config,
+            "disaggregated_params": disaggregated_params,
+            "scheduling_params": scheduling_params,
+            "cache_salt": cache_salt,
+        }
+        futures = [
+            self.generate_async(prompt, streaming=False, **item_at(options, i))
+            for i, prompt in enumerate(prompts)
+        ]
+        for future in progress(futures, "Processed requests", use_tqdm):
+            future.result()
+        return futures[0] if unbatched else futures
+
+    def generate_async(
+        self,
+        inputs: PromptInputs,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+        prompt_adapter_request: Any = None,
+        streaming: bool = False,
+        kv_cache_retention_config: Any = None,
+        disaggregated_params: DisaggregatedParams | None = None,
+        _postproc_params: PostprocParams | None = None,
+        scheduling_params: Any = None,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """Start one prompt; its future, to be waited for, awaited, or iterated if `streaming`.
+
+        ValueError for a bad prompt or an option that cannot be honoured, naming it.
+        """
+        if self._executor is None or self._executor.is_shutdown():
+            raise RuntimeError("LLM is shutting down")
+        check_request_options(
+            lora_request=lora_request,
+            prompt_adapter_request=prompt_adapter_request,
+            kv_cache_retention_config=kv_cache_retention_config,
+            _postproc_params=_postproc_params,
+            scheduling_params=scheduling_params,
+            disaggregated_params=disaggregated_params,
+        )
+        arrival_time = steady_clock_now() if self.args.return_perf_metrics else None
+        sampling_params = self._prepare_sampling_params(sampling_params)
+        prompt, prompt_token_ids = self._tokenize(inputs, sampling_params)
+        self._check_arguments(len(prompt_token_ids), 0, sampling_params, is_gen_only=False)
+        result = self._executor.generate_async(
+            prompt_token_ids,
+            sampling_params=sampling_params,
+            streaming=streaming,
+            disaggregated_params=disaggregated_params,
+            cache_salt_id=None if cache_salt is None else get_cache_salt_id(cache_salt),
+            arrival_time=arrival_time,
+        )
+        return RequestOutput._from_generation_result(result, prompt, self.tokenizer)
+
+    def _tokenize(
+        self, inputs: PromptInputs, sampling_params: SamplingParams
+    ) -> tuple[str | None, list[int]]:
+        prompt = prompt_inputs(inputs)
+        token_ids = prompt.get("prompt_token_ids")
+        if isinstance(token_ids, list):
+            return None, token_ids
+        text = prompt["prompt"]
+        assert text is not None
+        token_ids, _ = self.input_processor({"prompt": text}, sampling_params)
+        return text, token_ids
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Numbers of the iterations so far (needs `enable_iter_perf_stats`), after prompts were submitted."""
+        return list(self._executor.get_stats(timeout=timeout))
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        """The same as an asynchronous iterator."""
+        result: IterationResult = self._executor.aget_stats(timeout=timeout)
+        return result
+
+    def _prepare_sampling_params(self, sampling_params: SamplingParams | None = None) -> SamplingParams:
+        """The user's own object, completed in place: end id, stop words, stream interval."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams or None, got {type(params)}")
+        if params.end_id is None:
+            if self.tokenizer is None:
+                raise ValueError(
+                    "end_id must be given in sampling_params where there is no tokenizer to take it from"
+                )
+            params._setup(self.tokenizer, self._hf_model_config, self._generation_config)
+        elif self.tokenizer is not None and needs_words(params):
+            params._setup(self.tokenizer, self._hf_model_config, self._generation_config)
+        if params._stream_interval is None:
+            params._stream_interval = getattr(self.args, "stream_interval", 1)
+        params.return_perf_metrics = params.return_perf_metrics or self.args.return_perf_metrics
+        return params
+
+    def _check_arguments(
+        self, prompt_len: int, query_len: int, sampling_params: SamplingParams, is_gen_only: bool
+    ) -> None:
+        """Refuse this request alone: options that cannot be honoured, prompts that do not fit in a step."""
+        check_request_supported(sampling_params, needs_words(sampling_params))
+        if not is_gen_only:
+            check_prompt_fits(self.args, prompt_len + query_len)
+
+    def _build_model(self) -> None:
+        """Find the checkpoint; subclasses start the engine."""
+        check_supported(self.args)
+        model_dir = Path(self.args.model)
+        if not (model_dir / "config.json").is_file():
+            raise ValueError(f"model={str(self.args.model)!r} is not a directory with a config.json")
+        self._hf_model_dir = model_dir
+
+    def _try_load_tokenizer(self) -> TokenizerBase | None:
+        if self.args.skip_tokenizer_init:
+            return None
+        if self.args.tokenizer is not None:
+            tokenizer: TokenizerBase = self.args.tokenizer
+            return tokenizer
+        return load_hf_tokenizer(
+            self.args.model,
+            trust_remote_code=self.args.trust_remote_code,
+            use_fast=self.args.tokenizer_mode != "slow",
+        )
+
+    @property
+    def tokenizer(self) -> TokenizerBase | None:
+        """The tokenizer, if there is one."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: TokenizerBase | None) -> None:
+        self._tokenizer = tokenizer
+        self.input_processor.tokenizer = tokenizer
+
+    def shutdown(self) -> None:
+        """End the engine and its process. Requests in flight are cancelled."""
+        executor, self._executor = getattr(self, "_executor", None), None
+        if executor is not None:
+            executor.shutdown()
+        session, self.mpi_session = getattr(self, "mpi_session", None), None
+        if session is not None:
+            session.shutdown()
+
+    @staticmethod
+    def _shutdown_wrapper(reference: weakref.ref[BaseLLM]) -> None:
+        llm = reference()
+        if llm is not None:
+            llm.shutdown()
+
+    def __enter__(self) -> BaseLLM:
+        return self
+
+    def __exit__(self, exc_type: object, exc_value: object, traceback: object) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("LLM object can not be pickled.")
+
+    def __del__(self) -> None:
+        self.shutdown()
+
+
+class _TorchLLM(BaseLLM):
+    """An LLM on the PyTorch backend."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"backend": "pytorch", **kwargs})
+
+    def _collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+        unique_reply_rank: int | None = None,
+    ) -> list[Any]:
+        """Call a worker's method on all ranks; only some executors can, ValueError for the others."""
+        if not hasattr(self._executor, "collective_rpc"):
+            raise ValueError(f"Executor type {type(self._executor)} does not support collective RPC.")
+        return list(self._executor.collective_rpc(method, args, kwargs, non_block, unique_reply_rank))
+
+    def _build_model(self) -> None:
+        super()._build_model()
+        self._tokenizer = self._try_load_tokenizer()
+        self._hf_model_config = load_json(self._hf_model_dir, "config.json")
+        self._generation_config = load_json(self._hf_model_dir, "generation_config.json")
+        self.input_processor = create_input_processor(
+            self._hf_model_dir, self._tokenizer, self.args.checkpoint_format
+        )
+        world_size = self.args.parallel_config.world_size
+        self._executor = self._executor_cls.create(
+            None,
+            executor_config=None,
+            batched_logits_processor=self.args.batched_logits_processor,
+            model_world_size=world_size,
+            mpi_session=self.mpi_session,
+            reuse_mpi_comm=external_mpi_comm_available(world_size),
+            return_logits=self.args.gather_generation_logits,
+            postproc_worker_config=PostprocWorkerConfig(
+                self.args.num_postprocess_workers, self.args.postprocess_tokenizer_dir
+            ),
+            is_llm_executor=True,
+            hf_model_dir=self._hf_model_dir,
+            tokenizer=self.tokenizer,
+            llm_args=self.args,
+        )
+        logger.info(f"engine of {self._hf_model_dir} is ready")
+
+
+class LLM(_TorchLLM):
+    """A model, ready to generate.
+
+    `LLM(model="dir")` loads a Hugging Face checkpoint; further keyword arguments are the fields of `TorchLlmArgs`.
+    Use it as a context manager, or call `shutdown()`.
+    """

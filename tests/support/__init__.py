@@ -1,0 +1,1 @@
+"""What tests of all parts share: checkpoints to run and what must come of them."""
