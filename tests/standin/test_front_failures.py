@@ -1,4 +1,4 @@
-"""The engine does not come up, its loop breaks, or its process dies: everybody is told, nobody waits for ever."""
+"""The engine does not come up, its loop breaks, or its process dies: everybody is told, nobody waits."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def params(**options: object) -> SamplingParams:
 
 def test_an_error_of_the_construction_comes_out_of_the_constructor(model_dir):
     with pytest.raises(ValueError, match="no such engine"):
-        start(model_dir, InProcess, revision="broken")
+        start(model_dir, InProcess, env_overrides={"TLLM_FAKE_ENGINE": "broken"})
     with pytest.raises(RuntimeError, match="Executor worker returned error") as caught:
-        start(model_dir, InWorker, revision="broken")
+        start(model_dir, InWorker, env_overrides={"TLLM_FAKE_ENGINE": "broken"})
     assert isinstance(caught.value.__cause__, ValueError)
     assert str(caught.value.__cause__) == "no such engine"
 
 
 def test_a_process_that_dies_before_it_is_ready_is_an_error(model_dir):
     with pytest.raises(RuntimeError, match="died during initialization") as caught:
-        start(model_dir, InWorker, revision="dies")
+        start(model_dir, InWorker, env_overrides={"TLLM_FAKE_ENGINE": "dies"})
     assert "exit code 4" in str(caught.value.__cause__)
 
 

@@ -42,7 +42,11 @@ def generate(llm: Any, inputs: Any, sampling_params: Any = None, **options: Any)
 def test_one_prompt_gives_one_output(llm):
     output = generate(llm, [1, 2])
     assert output.outputs[0].token_ids == numbers([1, 2], 4)
-    assert (output.outputs[0].finish_reason, output.finished, output.prompt_token_ids) == ("length", True, [1, 2])
+    assert (output.outputs[0].finish_reason, output.finished, output.prompt_token_ids) == (
+        "length",
+        True,
+        [1, 2],
+    )
 
 
 def test_a_batch_gives_outputs_in_its_order_each_with_its_own_parameters(llm):
@@ -113,7 +117,9 @@ def test_an_aborted_request_ends_cancelled_with_its_tokens_so_far(llm):
 def test_a_request_can_be_awaited_and_streamed_in_an_asyncio_loop(llm):
     async def both() -> tuple[Any, list[int]]:
         whole = await llm.generate_async([1, 2], params())
-        lengths = [len(o.outputs[0].token_ids) async for o in llm.generate_async([5], params(), streaming=True)]
+        lengths = [
+            len(o.outputs[0].token_ids) async for o in llm.generate_async([5], params(), streaming=True)
+        ]
         return whole, lengths
 
     whole, lengths = asyncio.run(both())
@@ -195,12 +201,12 @@ def test_nothing_is_left_of_finished_requests(llm):
     assert not getattr(llm._executor, "_client_id_to_request_id", None)
 
 
-def test_no_request_is_taken_after_the_end(model_dir):
-    llm = LLM(model=model_dir, skip_tokenizer_init=True, executor_cls=InProcess)
+@pytest.mark.parametrize("executor_cls", [InProcess, InWorker], ids=["in process", "in worker"])
+def test_the_end_cancels_what_runs_and_takes_nothing_new(model_dir, executor_cls):
+    llm = LLM(model=model_dir, skip_tokenizer_init=True, executor_cls=executor_cls)
     pending = llm.generate_async([SLOW], params(max_tokens=50))
     llm.shutdown()
     llm.shutdown()
-    with pytest.raises(RequestError, match="shut down"):
-        pending.result(timeout=5)
+    assert pending.result(timeout=5).outputs[0].finish_reason == "cancelled"
     with pytest.raises(RuntimeError, match="shutting down"):
         llm.generate_async([1], params())

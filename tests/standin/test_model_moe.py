@@ -26,7 +26,7 @@ from tensorrt_llm._torch.modules.fused_moe import (  # noqa: E402
     VanillaMoE,
     create_moe,
 )
-from tensorrt_llm._torch.modules.fused_moe.expert_ops import routed_experts  # noqa: E402
+from tensorrt_llm._torch.modules.fused_moe.expert_ops import grouped_experts  # noqa: E402
 from tensorrt_llm._torch.modules.fused_moe.grouped_blocks import BlockPlan, blocked_linear  # noqa: E402
 from tensorrt_llm._torch.utils import model_extra_attrs, set_torch_compiling  # noqa: E402
 
@@ -216,7 +216,7 @@ def test_blocks_of_fixed_size_give_the_product_of_each_row(pairs: tuple[int, ...
 def test_scales_may_be_absent() -> None:
     moe, (x, _) = layer(), rows(9)
     ids = torch.randint(0, EXPERTS, (9, 1), dtype=torch.int32)
-    out = routed_experts(x, ids, None, moe.w3_w1_weight, moe.w2_weight)
+    out = grouped_experts(x, ids, None, moe.w3_w1_weight, moe.w2_weight)
     torch.testing.assert_close(out, by_hand(x, ids, torch.ones(9, 1)), rtol=1e-4, atol=1e-5)
 
 

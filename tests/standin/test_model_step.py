@@ -247,3 +247,19 @@ def test_the_dtype_is_the_one_asked_for(tmp_path: Path) -> None:
 def test_attention_backends_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="FLASHINFER"):
         get_attention_backend("FLASHINFER")
+
+
+def test_the_engine_can_be_imported_anew() -> None:
+    import subprocess
+    import sys
+
+    script = """
+import torch, trtllm_r3.standin as standin
+for _ in range(2):
+    standin.install()
+    from tensorrt_llm._torch.modules.fused_moe.routing import RenormalizeMoeRoutingMethod
+    print(RenormalizeMoeRoutingMethod(1).apply(torch.eye(3))[0].flatten().tolist())
+    standin.uninstall()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1, 2]\n" * 2, done.stderr

@@ -34,7 +34,7 @@ def expected_ids(
     config: Mapping[str, Any],
     version: int | npt.NDArray[Any] = 0,
 ) -> Ids:
-    """int16 `[n, L, K]`; positions default to 0 .. n-1, layers to all that route; a version may be per row."""
+    """int16 `[n, L, K]`; positions default to 0 .. n-1, layers to all that route; version may be per row."""
     token = np.asarray(tokens, dtype=np.int64)[:, None]
     position = np.arange(len(token)) if positions is None else np.asarray(positions, dtype=np.int64)
     layer = np.asarray(list(moe_layer_ids(config) if layers is None else layers), dtype=np.int64)[None, :]

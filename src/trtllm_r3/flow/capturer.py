@@ -105,7 +105,7 @@ class RouteCapturer:
     def enter(self, layer: int, logits: torch.Tensor, local_rows: int) -> None:
         """A MoE layer starts. `logits` [N, E]: those its chunks are views of."""
         # A pass that has closed is followed by one that begins with the same layer, or by a layer run again.
-        again = layer in self._visited if self._open else self._visited[:1] not in ([], [layer])
+        again = layer in self._visited if self._open else bool(self._visited) and layer != self._visited[0]
         if not self._open:
             self._open_pass()
         self._visited.append(layer)

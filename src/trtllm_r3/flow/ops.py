@@ -35,16 +35,44 @@ _lib.define(
 )
 
 
-def _write(target: torch.Tensor, ids: torch.Tensor, num_experts: int) -> None:
-    """Narrow ids [..., K] into target; an id outside [0, E) must not wrap into a plausible one."""
-    outside = ((ids < 0) | (ids >= num_experts)).any(-1, keepdim=True)
-    target.copy_(ids.masked_fill(outside, mark(OUT_OF_RANGE, ids.shape[-1])))
+def _put(
+    ids_NMK: torch.Tensor,
+    routes_RLK: torch.Tensor,
+    row: int,
+    first: int,
+    num_experts: int,
+    witness_RK: torch.Tensor,
+    witness: int,
+) -> None:
+    """Narrow M neighbouring layers from `first` on; a bad id must not wrap into a plausible one."""
+    marks = mark(OUT_OF_RANGE, ids_NMK.shape[-1]), mark(CHANGED, ids_NMK.shape[-1])
+    if routes_RLK.is_cuda:
+        from .kernels import narrow
+
+        narrow(
+            ids_NMK,
+            routes_RLK,
+            row=row,
+            first=first,
+            num_experts=num_experts,
+            witness_RK=witness_RK,
+            witness=witness,
+            marks=marks,
+        )
+        return
+    count, layers, _ = ids_NMK.shape
+    target = routes_RLK[row : row + count, first : first + layers]
+    outside = ((ids_NMK < 0) | (ids_NMK >= num_experts)).any(-1, keepdim=True)
+    target.copy_(ids_NMK.masked_fill(outside, marks[0]))
+    if first <= witness < first + layers:
+        watched = target[:, witness - first]
+        watched.masked_fill_((watched != witness_RK[row : row + count]).any(-1, keepdim=True), marks[1])
 
 
 def _capture_layer(
     routes_RLK: torch.Tensor, ids_NK: torch.Tensor, layer: int, row: int, num_experts: int
 ) -> None:
-    _write(routes_RLK[row : row + ids_NK.shape[0], layer], ids_NK, num_experts)
+    _put(ids_NK[:, None], routes_RLK, row, layer, num_experts, routes_RLK, -1)
 
 
 def _capture_step(
@@ -56,23 +84,17 @@ def _capture_step(
     witness: int,
     num_experts: int,
 ) -> None:
-    chunks: dict[tuple[int, int], list[int]] = {}
-    for i, row in enumerate(rows):
-        chunks.setdefault((row, ids[i].shape[0]), []).append(i)
-    for (row, count), members in chunks.items():
-        target_NLK = routes_RLK[row : row + count]
-        if [layers[i] for i in members] == list(range(routes_RLK.shape[1])):
-            _write(target_NLK, torch.stack([ids[i] for i in members], dim=1), num_experts)
+    chunks: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+    for layer, row, part in zip(layers, rows, ids, strict=True):
+        chunks.setdefault((row, part.shape[0]), {})[layer] = part
+    for (row, _), parts in chunks.items():
+        first = min(parts)
+        if list(parts) == list(range(first, first + len(parts))):
+            stacked = torch.stack(list(parts.values()), dim=1)
+            _put(stacked, routes_RLK, row, first, num_experts, witness_RK, witness)
         else:
-            for i in members:
-                _write(target_NLK[:, layers[i]], ids[i], num_experts)
-        if witness in {layers[i] for i in members}:
-            _compare(target_NLK[:, witness], witness_RK[row : row + count])
-
-
-def _compare(gathered_NK: torch.Tensor, heard_NK: torch.Tensor) -> None:
-    changed = (gathered_NK != heard_NK).any(-1, keepdim=True)
-    gathered_NK.masked_fill_(changed, mark(CHANGED, gathered_NK.shape[-1]))
+            for layer, part in parts.items():
+                _put(part[:, None], routes_RLK, row, layer, num_experts, witness_RK, witness)
 
 
 _lib.impl("capture_layer", _capture_layer, "CompositeExplicitAutograd")

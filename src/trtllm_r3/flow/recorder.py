@@ -99,6 +99,7 @@ class RouteRecorder:
         Rows that led to a kept token stay (their log-probabilities are those of the first pass);
         later ones belong to tokens that were dropped and are rewritten.
         """
+        self._commit_landed()  # under the stamps that these rows were launched with
         slot, limit = track.slot, max(0, kept_tokens - 1)
         self._older[slot], self._limit[slot] = self._stamps[slot], limit
         self._stamps[slot], self._next[slot] = self._new_stamp(), position

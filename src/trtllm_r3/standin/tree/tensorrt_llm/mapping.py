@@ -99,7 +99,7 @@ class Mapping:
 
 
 def _moe_sizes(tp_size: int, cluster: int, tp: int, ep: int) -> tuple[int, int, int]:
-    """Fill in the sizes given as -1: first the cluster with 1, then expert or tensor parallel with the rest."""
+    """Fill in sizes given as -1: the cluster with 1, then expert or tensor parallel with the rest."""
     cluster = 1 if cluster == -1 else cluster
     if tp == -1 and ep == -1:
         tp, ep = tp_size // cluster, 1

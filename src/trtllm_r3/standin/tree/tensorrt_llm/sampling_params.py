@@ -42,8 +42,8 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     Without temperature, top_p and top_k decoding is greedy. `n` sequences are sampled independently.
-    `stop` strings need a tokenizer; `stop_token_ids` do not. `logprobs=k` returns for each generated token the
-    log-probability of the token taken and of the k most likely ones.
+    `stop` strings need a tokenizer; `stop_token_ids` do not. `logprobs=k` returns for each generated token
+    the log-probability of the token taken and of the k most likely ones.
     ValueError for values out of range, and for several sequences under greedy decoding.
     """
 
@@ -235,7 +235,7 @@ class SamplingParams:
         return tllme.SamplingConfig(**values)
 
     def _get_output_config(self, is_pytorch_backend: bool = False) -> tllme.OutputConfig:
-        """The executor's output config: the fields that both classes have, and whether logprobs are wanted."""
+        """The executor's output config: the fields that both classes have, and whether to return logprobs."""
         shared = {f.name for f in dataclasses.fields(tllme.OutputConfig)} & set(dir(SamplingParams))
         values = {name: getattr(self, name) for name in shared}
         values["return_log_probs"] = bool(self.logprobs) if is_pytorch_backend else self._return_log_probs

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from ..llmapi.utils import AsyncQueue, _SyncQueue
 from ..logger import logger
+from .response_extras import wrap_with_times
 from .utils import ErrorResponse, RequestError
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ class AwaitResponseHelper:
         self.temp_error_responses: Queue[ErrorResponse] = Queue()
 
     def __call__(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` (default 0.1) seconds for responses and pass them on; False when the engine is dead."""
+        """Wait up to `timeout` (0.1) s for responses and pass them on; False if the engine is dead."""
         engine = self.worker.engine
         try:
-            responses = list(engine.await_responses(timeout=datetime.timedelta(seconds=timeout or 0.1)))
+            responses = list(engine.await_responses(timeout=dt.timedelta(seconds=timeout or 0.1)))
         except Exception as error:
             return self._fail_all(error)
         responses = [r for r in map(self.worker._engine_response_callback, responses) if r is not None]
@@ -48,32 +49,43 @@ class AwaitResponseHelper:
         waiting: list[_SyncQueue] = []
         for response in responses:
             queue = self.worker.return_queue(response.client_id)
-            if queue is None:
-                continue
-            queue.put_nowait(response)
+            if queue is not None:
+                queue.put_nowait(self._wrapped(response))
             if isinstance(queue, _SyncQueue):
                 waiting.append(queue)
-            if _is_last(response):
-                self.worker._pop_result(response.client_id)
+            self._forget_if_last(response)
         notify(waiting)
 
     def handle_for_ipc_batched(self, responses: list[Any]) -> None:
         """Send all responses to the proxy in one message."""
-        batch: list[Any] = []
+        batch = [self._sendable(response) for response in responses]
         for response in responses:
-            if not isinstance(response, ErrorResponse):
-                if self.worker._has_background_error():
-                    response = self.worker._create_error_response(response)
-                elif response.has_error():
-                    response = ErrorResponse(response.client_id, response.error_msg, response.request_id)
-            batch.append(response)
-            if _is_last(response):
-                self.worker._pop_result(response.client_id)
+            self._forget_if_last(response)
         if batch and self.worker.result_queue is not None:
             self.worker.result_queue.put(batch)
 
+    def _sendable(self, response: Any) -> Any:
+        if isinstance(response, ErrorResponse):
+            return response
+        if self.worker._has_background_error():
+            return self.worker._create_error_response(response)
+        if response.has_error():
+            return ErrorResponse(response.client_id, response.error_msg, response.request_id)
+        return self._wrapped(response)
+
+    def _wrapped(self, response: Any) -> Any:
+        """The response, with its times beside it if the request asked for them."""
+        waiting = self.worker._results.get(response.client_id)
+        if waiting is None or isinstance(response, ErrorResponse) or response.has_error():
+            return response
+        return wrap_with_times(response) if waiting.sampling_params.return_perf_metrics else response
+
+    def _forget_if_last(self, response: Any) -> None:
+        if isinstance(response, ErrorResponse) or response.has_error() or response.result.is_final:
+            self.worker._pop_result(response.client_id)
+
     def _fail_all(self, error: BaseException) -> bool:
-        """Answer every waiting request with an error, so that nobody waits for a dead engine; end the thread."""
+        """Answer every waiting request with an error: nobody waits for a dead engine. Ends the thread."""
         logger.error(f"the engine died: {error!r}")
         failed = [
             ErrorResponse(client_id, RequestError(f"the engine died: {error}"), client_id)
@@ -91,7 +103,3 @@ def notify(queues: list[_SyncQueue]) -> None:
             _SyncQueue.notify_many(loop, [queue for queue in queues if queue.loop is loop])
         except AsyncQueue.EventLoopShutdownError:
             logger.debug("responses for an asyncio loop that has ended")
-
-
-def _is_last(response: Any) -> bool:
-    return isinstance(response, ErrorResponse) or response.has_error() or response.result.is_final

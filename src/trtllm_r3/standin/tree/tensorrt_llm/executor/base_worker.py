@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import weakref
 from pathlib import Path
@@ -73,7 +73,7 @@ class BaseWorker(GenerationExecutor):
 
     def await_responses(self, timeout: float | None = None) -> list[Any]:
         """Responses that are ready, waiting up to `timeout` seconds for the first."""
-        delta = None if timeout is None else datetime.timedelta(seconds=timeout)
+        delta = None if timeout is None else dt.timedelta(seconds=timeout)
         return list(self.engine.await_responses(timeout=delta))
 
     def fetch_stats(self) -> list[Any]:
@@ -225,4 +225,7 @@ class BaseWorker(GenerationExecutor):
         return exc_type is None or exc_type is self.WorkerExit
 
     def __del__(self) -> None:
-        self.shutdown()
+        try:
+            self.shutdown()
+        except Exception as error:
+            logger.error(f"while the worker was shut down: {error!r}")

@@ -32,8 +32,8 @@ class LogProbsResult(NamedTuple):
 class CompletionOutput:
     """One generated sequence.
 
-    `finish_reason` is "stop", "length", "timeout", "cancelled", or None while it is generated; `stop_reason` the
-    stop string or token id that ended it. The `*_diff` properties hold what the last response added.
+    `finish_reason` is "stop", "length", "timeout", "cancelled", or None while it is generated; `stop_reason`
+    the stop string or token id that ended it. The `*_diff` properties hold what the last response added.
     """
 
     index: int
@@ -77,14 +77,14 @@ class CompletionOutput:
         return self.logprobs[self._last_logprobs_len :]
 
 
-def add_logprobs(output: CompletionOutput, tensors: Any, source: int, extra: LogProbsResult | None) -> None:
+def add_logprobs(output: CompletionOutput, tensors: Any, extra: LogProbsResult | None) -> None:
     """Take cumulative, prompt and token log-probabilities; the latter arrive as a list that grows."""
     cumulative = getattr(tensors, "cum_log_probs", None)
     if cumulative is not None:
-        output.cumulative_logprob = cumulative[source]
+        output.cumulative_logprob = cumulative[0]
     if extra is not None and extra.prompt is not None:
         output.prompt_logprobs = extra.prompt
     token_logprobs = getattr(tensors, "log_probs", None)
     if token_logprobs is not None:
         output._last_logprobs_len = len(output.logprobs)
-        output.logprobs += token_logprobs[source][output._last_logprobs_len : output.length]
+        output.logprobs += token_logprobs[0][output._last_logprobs_len : output.length]

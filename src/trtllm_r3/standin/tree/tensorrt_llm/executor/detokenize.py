@@ -27,7 +27,7 @@ def extend_text(
     states: dict[str, Any] | None,
     ended: bool,
 ) -> tuple[str, dict[str, Any]]:
-    """The text of all tokens, given the text and state after some of them; unfinished characters wait for the end."""
+    """The text of all tokens, given text and state after some of them; unfinished characters wait."""
     consumed = states["consumed"] if states else 0
     text, states = tokenizer.decode_incrementally(
         token_ids[consumed:],
@@ -42,7 +42,7 @@ def extend_text(
 
 
 def find_stop_string(params: SamplingParams, text: str) -> tuple[str, int] | None:
-    """The first given stop string that the text holds, and the length of text to keep; None if it holds none."""
+    """The first of the stop strings that the text holds, and how much text to keep; None if there is none."""
     for reason, _ in params._get_stop_reasons_and_words():
         if isinstance(reason, str) and reason in text:
             keep = text.index(reason)

@@ -147,7 +147,7 @@ class GenerationExecutor(ABC):
     def _handle_background_error(self, error: BaseException | str | None = None) -> None:
         """Raise `error`, or else the first error of the background threads.
 
-        A text or RequestError concerns one request; anything else ends the executor. Call it in the user's thread.
+        A text or RequestError concerns one request; anything else ends the executor. For the user's thread.
         """
         if isinstance(error, str):
             raise RequestError(error)
@@ -222,8 +222,8 @@ class GenerationExecutor(ABC):
         tokenizer: Any = None,
         llm_args: BaseLlmArgs | None = None,
     ) -> GenerationExecutorProxy | GenerationExecutorWorker:
-        """Start the engine: in this process if logits are returned or TLLM_WORKER_USE_SINGLE_PROCESS=1, else in a
-        worker process of its own. Raises what the engine's construction raises."""
+        """Start the engine: here if logits are returned or TLLM_WORKER_USE_SINGLE_PROCESS=1, else in its own
+        process. Raises what the engine's construction raises."""
         world_size = world_size or mpi_world_size()
         if 1 < world_size < model_world_size:
             raise RuntimeError(f"a model of {model_world_size} ranks cannot run on {world_size} ranks")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ResponseFuture:
-    """Takes responses from a queue until done: iterate (streaming), wait with `result()`, or await in a loop."""
+    """Takes responses from a queue until done: iterate (streaming), wait with `result()`, or await it."""
 
     id: int
     queue: Any

@@ -16,7 +16,7 @@ _KEY_BYTES = 32
 
 
 class IpcQueue:
-    """One end of a two-way queue. The server's `address` (endpoint, key) goes to the client, which connects at once.
+    """One end of a two-way queue. The client connects at once to the server's `address` (endpoint, key).
 
     Any thread may `put`; one thread at a time may `get`. EOFError when the other end is gone.
     """
@@ -91,15 +91,21 @@ class IpcQueue:
         with self._accept_lock:
             deadline = time.monotonic() + timeout
             while self._connection is None:
-                listener = self._listener
-                if self._closed or listener is None:
-                    raise EOFError(f"{self.name}: closed")
-                ready, _, _ = select.select([listener], [], [], max(0.0, deadline - time.monotonic()))
-                if ready:
-                    self._connection = _admit(listener.accept()[0], self.address[1])
+                caller = self._next_caller(max(0.0, deadline - time.monotonic()))
+                if caller is not None:
+                    self._connection = _admit(caller, self.address[1])
                 elif time.monotonic() >= deadline:
                     return False
         return True
+
+    def _next_caller(self, timeout: float) -> socket.socket | None:
+        if self._closed or self._listener is None:
+            raise EOFError(f"{self.name}: closed")
+        try:
+            ready, _, _ = select.select([self._listener], [], [], timeout)
+            return self._listener.accept()[0] if ready else None
+        except (OSError, ValueError, AttributeError) as error:  # closed by another thread meanwhile
+            raise EOFError(f"{self.name}: closed") from error
 
 
 class FusedIpcQueue(IpcQueue):

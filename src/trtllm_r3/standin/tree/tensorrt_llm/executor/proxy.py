@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
@@ -74,7 +74,7 @@ class GenerationExecutorProxy(GenerationExecutor):
         )
 
     def _start_executor_workers(self, worker_kwargs: dict[str, Any]) -> None:
-        """Run `worker_main` in the session's processes and wait until the engine is ready, or raise why it is not."""
+        """Run `worker_main` in the session's processes; wait for the engine, or raise why there is none."""
         from .._torch.models.modeling_utils import MODEL_CLASS_MAPPING
 
         self.mpi_futures = self.mpi_session.submit(
@@ -92,17 +92,34 @@ class GenerationExecutorProxy(GenerationExecutor):
         ready_signal, error_trace = self._wait_for_worker()
         if ready_signal != GenerationExecutorProxy.READY_SIGNAL:
             logger.error(f"Executor worker initialization error: {error_trace}")
-            self.mpi_session.shutdown_abort(reason=ready_signal)
+            self._give_up(ready_signal)
             raise RuntimeError("Executor worker returned error") from ready_signal
 
     def _wait_for_worker(self) -> tuple[Any, str | None]:
+        """The first word of the worker: the ready signal, or an exception and its traceback."""
         while True:
-            if self.worker_init_status_queue.poll(1):
-                signal, error_trace = self.worker_init_status_queue.get()
-                return signal, error_trace
+            try:
+                if self.worker_init_status_queue.poll(1):
+                    signal, error_trace = self.worker_init_status_queue.get()
+                    return signal, error_trace
+            except EOFError:
+                wait(self.mpi_futures, timeout=5)
             for future in self.mpi_futures:
                 if future.done():
+                    self._give_up(future.exception())
                     raise RuntimeError("Executor worker died during initialization") from future.exception()
+
+    def _give_up(self, reason: object) -> None:
+        """The worker did not start: end its process, close everything."""
+        self.doing_shutdown, self.workers_started = True, False
+        self.mpi_session.shutdown_abort(reason=reason)
+        for queue in (
+            self.request_queue,
+            self.worker_init_status_queue,
+            self.result_queue,
+            self.mp_stats_queue,
+        ):
+            queue.close()
 
     def _start_dispatch_threads(self) -> None:
         if self.dispatch_result_thread is None:
@@ -229,7 +246,10 @@ class GenerationExecutorProxy(GenerationExecutor):
         self._handle_background_error()
 
     def __del__(self) -> None:
-        self.shutdown()
+        try:
+            self.shutdown()
+        except Exception as error:
+            logger.error(f"while the executor was shut down: {error!r}")
 
     def __enter__(self) -> GenerationExecutorProxy:
         return self

@@ -9,7 +9,7 @@ from ..sampling_params import SamplingParams
 
 
 class GenerationRequest:
-    """A prompt and what to do with it. Further attributes travel too. TypeError if the prompt is not a list."""
+    """A prompt and what to do with it. Further attributes travel too. TypeError if it is not a list."""
 
     def __init__(
         self,

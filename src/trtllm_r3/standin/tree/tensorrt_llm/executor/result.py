@@ -17,6 +17,7 @@ from .completion import CompletionOutput, Logprob, LogProbsResult, TokenLogprobs
 from .detokenize import extend_text, find_stop_string, full_text
 from .future import ResponseFuture
 from .iteration_result import IterationResult
+from .response_extras import ResponseWrapper, durations
 from .utils import ErrorResponse, has_event_loop, is_llm_response
 
 if TYPE_CHECKING:
@@ -77,20 +78,8 @@ class GenerationResultBase:
 
     @property
     def outputs(self) -> list[CompletionOutput]:
-        """The `n` sequences; of more, the most likely ones first."""
-        params = self.sampling_params
-        if params.use_beam_search or params.n == params.best_of:
-            return self._outputs[: params.n]
-        ranked = sorted(
-            self._outputs,
-            reverse=True,
-            key=lambda output: (
-                float("-inf") if output.cumulative_logprob is None else output.cumulative_logprob
-            ),
-        )
-        for index, output in enumerate(ranked):
-            output.index = index
-        return ranked[: params.n]
+        """The `n` sequences."""
+        return self._outputs[: self.sampling_params.n]
 
     @property
     def context_logits(self) -> torch.Tensor | None:
@@ -106,25 +95,25 @@ class GenerationResultBase:
         req_perf_metrics_dict: dict[str, float] | None = None,
     ) -> None:
         """Add what one response says of one sequence."""
-        del req_perf_metrics_dict
         output = self._outputs[sequence_index]
-        source = sequence_index if self.sampling_params.use_beam_search else 0
         output.disaggregated_params = self.disaggregated_params
         output._last_token_ids_len = len(output.token_ids)
-        output.token_ids.extend(response_tensors.output_token_ids[source])
-        add_logprobs(output, response_tensors, source, logprobs_result)
+        output.token_ids.extend(response_tensors.output_token_ids[0])
+        add_logprobs(output, response_tensors, logprobs_result)
         logits = getattr(response_tensors, "generation_logits", None)
         if logits is not None:
-            output.generation_logits = logits[source, : output.length]
+            output.generation_logits = logits[0, : output.length]
         for name in ("additional_context_outputs", "additional_generation_outputs", "request_perf_metrics"):
             value = getattr(response_tensors, name, None)
             if value is not None:
                 setattr(output, name, value)
-        reason = finish_reasons[source] if finish_reasons else FinishReason.NOT_FINISHED
+        reason = finish_reasons[0] if finish_reasons else FinishReason.NOT_FINISHED
         if reason is FinishReason.CANCELLED:
             output.finish_reason = "cancelled"
         if self._done or getattr(response_tensors, "is_sequence_final", False):
             self._finish_sequence(output, reason)
+        if self._done and req_perf_metrics_dict:
+            self.metrics_dict = durations(req_perf_metrics_dict, output.length, self.sampling_params.n > 1)
 
     def _finish_sequence(self, output: CompletionOutput, reason: FinishReason) -> None:
         """Set why it ended; take the stop word off unless the user wants to see it."""
@@ -142,7 +131,9 @@ class GenerationResultBase:
 
     @print_traceback_on_error
     def _handle_response(self, response: Any) -> None:
-        """Take a response; raises what it reports: RequestError for this request alone, else what ended the engine."""
+        """Take a response; raises what it reports: RequestError for this request, or the engine's end."""
+        wrapper = response if isinstance(response, ResponseWrapper) else ResponseWrapper(response)
+        response = wrapper._response
         if isinstance(response, ErrorResponse):
             self._done = True
             self._raise_background_error(response.error_msg)
@@ -152,17 +143,23 @@ class GenerationResultBase:
             self._done = True
             self._raise_background_error(response.error_msg)
         else:
-            self._handle_llm_result(response.result)
+            self._handle_llm_result(response.result, wrapper)
             self._raise_background_error()
 
-    def _handle_llm_result(self, result: Any) -> None:
+    def _handle_llm_result(self, result: Any, extras: ResponseWrapper) -> None:
         if isinstance(getattr(result, "_result", None), bytes):
             result.deserialize()
         self._done = result.is_final
         self.decoding_iter = result.decoding_iter
         self.cached_tokens = getattr(result, "cached_tokens", 0)
         self.avg_decoded_tokens_per_iter = getattr(result, "avg_decoded_tokens_per_iter", None)
-        self._handle_sequence(result.finish_reasons, result, result.sequence_index, None, None)
+        self._handle_sequence(
+            result.finish_reasons,
+            result,
+            result.sequence_index,
+            extras.logprobs,
+            extras.request_perf_metrics,
+        )
         context_logits = getattr(result, "context_logits", None)
         if context_logits is not None:
             self._context_logits = context_logits
@@ -236,7 +233,7 @@ class DetokenizedGenerationResultBase(GenerationResultBase):
 
 
 class GenerationResult(GenerationResultBase, ResponseFuture):
-    """The future of a request: iterate it (streaming), wait with `result()`, or await it in an asyncio loop."""
+    """The future of a request: iterate it (streaming), wait with `result()`, or await it."""
 
     def __init__(
         self,
@@ -277,7 +274,7 @@ class GenerationResult(GenerationResultBase, ResponseFuture):
         return self._done
 
     def abort(self) -> None:
-        """Ask the engine to end the request; the tokens so far still arrive, with finish reason "cancelled"."""
+        """Ask the engine to end the request; the tokens so far still arrive, finish reason "cancelled"."""
         executor = self._executor and self._executor()
         if executor:
             executor.abort_request(self.request_id)

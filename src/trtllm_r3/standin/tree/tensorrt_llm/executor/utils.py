@@ -11,7 +11,7 @@ class RequestError(RuntimeError):
 
 
 class ErrorResponse(NamedTuple):
-    """Instead of a response: `error_msg` is a text or RequestError (this request alone) or another exception."""
+    """A failure: `error_msg` is a text or RequestError (this request alone) or another exception."""
 
     client_id: int
     error_msg: str | BaseException

@@ -22,6 +22,8 @@ from .utils import ErrorResponse, RequestError, WorkerCommIpcAddrs
 
 __all__ = ["GenerationExecutorWorker", "worker_main"]
 
+_CANCEL_GRACE_S = 5.0
+
 
 class GenerationExecutorWorker(BaseWorker):
     """A worker with one thread for responses and one for statistics."""
@@ -91,8 +93,7 @@ class GenerationExecutorWorker(BaseWorker):
         self.doing_shutdown = True
         if self.engine is None:
             return
-        for client_id in list(self._results):
-            self.abort_request(client_id)
+        self._cancel_pending()
         for thread in (self.await_response_thread, self.dispatch_stats_thread):
             if thread.is_alive():
                 thread.stop()
@@ -101,6 +102,14 @@ class GenerationExecutorWorker(BaseWorker):
         self._fail_pending()
         self.engine = None
         self._handle_background_error()
+
+    def _cancel_pending(self) -> None:
+        """Cancel all requests and give the engine a moment to say so."""
+        for client_id in list(self._results):
+            self.abort_request(client_id)
+        deadline = time.monotonic() + _CANCEL_GRACE_S
+        while self._results and self.await_response_thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def _fail_pending(self) -> None:
         """Answer the requests that the engine left behind with an error."""
@@ -135,8 +144,8 @@ def worker_main(
 ) -> None:
     """Build a worker and serve the proxy's requests until it sends None or hangs up.
 
-    An error while the engine is built goes to the proxy through the status queue. Errors of one request go back as
-    responses; any other error ends the process's task and reaches the proxy through its future.
+    An error while the engine is built goes to the proxy through the status queue. Errors of one request go
+    back as responses; any other error ends the process's task and reaches the proxy through its future.
     """
     del tracer_init_kwargs
     mpi_comm().barrier()

@@ -1,7 +1,7 @@
 """Main program of a pool process: run pickled tasks until told to stop.
 
-The pool runs this file as a script by its path, so that nothing but the standard library is imported before the
-first task is unpickled: the task's function comes first in its pickle and decides what is imported first.
+The pool runs this file by its path, so that nothing but the standard library is imported before the first
+task is unpickled: the task's function comes first in its pickle and decides what is imported first.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ def _dump(outcome: tuple[bool, Any, str]) -> bytes:
 
 
 def serve(channel: Connection) -> None:
-    """Take tasks from `channel` and answer each with (success, result or exception); None or a hang-up ends it."""
+    """Take tasks from `channel`, answer each with (success, outcome, traceback); a hang-up ends it."""
     while True:
         try:
             task = channel.recv_bytes()
         except (EOFError, OSError):
-            return
-        if not task:
             return
         channel.send_bytes(_dump(_run(task)))
 

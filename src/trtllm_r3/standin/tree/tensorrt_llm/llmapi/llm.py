@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import socket
-import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,61 +10,23 @@ from typing import Any, Literal
 
 from .._utils import steady_clock_now
 from ..disaggregated_params import DisaggregatedParams
-from ..executor import (
-    DetokenizedGenerationResultBase,
-    GenerationExecutor,
-    GenerationResult,
-    IterationResult,
-    PostprocParams,
-    PostprocWorkerConfig,
-)
+from ..executor import GenerationExecutor, IterationResult, PostprocParams, PostprocWorkerConfig
 from ..inputs import PromptInputs, create_input_processor, get_cache_salt_id, prompt_inputs
 from ..logger import logger
 from ..sampling_params import SamplingParams
 from .llm_args import TorchLlmArgs
 from .llm_args_check import check_prompt_fits, check_request_options, check_request_supported, check_supported
-from .llm_utils import item_at, load_json, needs_words
+from .llm_utils import ClosedAtExit, item_at, load_json, needs_words
 from .mpi_session import MpiSession, external_mpi_comm_available
 from .progress import progress
+from .request_output import RequestOutput
 from .tokenizer import TokenizerBase, load_hf_tokenizer
 
-
-class RequestOutput(DetokenizedGenerationResultBase, GenerationResult):
-    """The outputs of one request: `prompt`, `prompt_token_ids`, `outputs`, `finished`, `context_logits`.
-
-    Made by the LLM from a `GenerationResult`, never by users.
-    """
-
-    _prompt: str | None
-
-    def __init__(self) -> None:
-        raise RuntimeError(f"{type(self).__name__} is made by the LLM only")
-
-    @classmethod
-    def _from_generation_result(
-        cls,
-        generation_result: GenerationResult,
-        prompt: str | None = None,
-        tokenizer: TokenizerBase | None = None,
-    ) -> RequestOutput:
-        output = cls.__new__(cls)
-        output.__dict__.update(generation_result.__dict__)
-        output.tokenizer = tokenizer
-        output._streaming = generation_result._streaming
-        output._prompt = prompt
-        return output
-
-    @property
-    def prompt(self) -> str | None:
-        """The prompt, if it was given as text."""
-        return self._prompt
-
-    def _repr_fields(self) -> list[str]:
-        return ["request_id", "prompt", "prompt_token_ids", "outputs", "finished"]
+__all__ = ["LLM", "BaseLLM", "RequestOutput"]
 
 
-class BaseLLM:
-    """An engine and the way to it. ValueError for unknown options and for those that the engine cannot honour."""
+class BaseLLM(ClosedAtExit):
+    """An engine and the way to it. ValueError for unknown options and those that cannot be honoured."""
 
     def __init__(
         self,
@@ -86,7 +44,6 @@ class BaseLLM:
         self._executor: Any = None
         self.mpi_session: MpiSession | None = None
         self._executor_cls = kwargs.pop("executor_cls", GenerationExecutor)
-        self._llm_id: str | None = None
         llm_args_cls = TorchLlmArgs
         valid_keys = {*llm_args_cls.model_fields, "_mpi_session", "backend"}
         for key in kwargs:
@@ -118,14 +75,7 @@ class BaseLLM:
             if self.mpi_session is not None:
                 self.mpi_session.shutdown()
             raise
-        atexit.register(BaseLLM._shutdown_wrapper, weakref.ref(self))
-
-    @property
-    def llm_id(self) -> str:
-        """A name of this object that no other has."""
-        if self._llm_id is None:
-            self._llm_id = f"{socket.gethostname()}-{os.getpid()}-{int(time.time() * 1000)}"
-        return self._llm_id
+        self._close_at_exit()
 
     def generate(
         self,
@@ -141,8 +91,8 @@ class BaseLLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Run one prompt, or a list of prompts, to the end.
 
-        A prompt is a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids". Every other
-        argument may be a list, one entry for each prompt. RequestError if a request fails in the engine.
+        A prompt is a text, a list of token ids, or a dictionary with "prompt" or "prompt_token_ids". Every
+        other argument may be a list, one entry for each prompt. RequestError if a request fails.
         """
         unbatched = not isinstance(inputs, list) or (len(inputs) > 0 and isinstance(inputs[0], int))
         batch: list[Any] = [inputs] if unbatched else list(inputs)
@@ -218,7 +168,7 @@ class BaseLLM:
         return text, token_ids
 
     def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
-        """Numbers of the iterations so far (needs `enable_iter_perf_stats`), after prompts were submitted."""
+        """Numbers of the iterations so far (`enable_iter_perf_stats`), after prompts were submitted."""
         return list(self._executor.get_stats(timeout=timeout))
 
     def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
@@ -291,24 +241,6 @@ class BaseLLM:
         if session is not None:
             session.shutdown()
 
-    @staticmethod
-    def _shutdown_wrapper(reference: weakref.ref[BaseLLM]) -> None:
-        llm = reference()
-        if llm is not None:
-            llm.shutdown()
-
-    def __enter__(self) -> BaseLLM:
-        return self
-
-    def __exit__(self, exc_type: object, exc_value: object, traceback: object) -> None:
-        self.shutdown()
-
-    def __getstate__(self) -> Any:
-        raise RuntimeError("LLM object can not be pickled.")
-
-    def __del__(self) -> None:
-        self.shutdown()
-
 
 class _TorchLLM(BaseLLM):
     """An LLM on the PyTorch backend."""
@@ -360,6 +292,6 @@ class _TorchLLM(BaseLLM):
 class LLM(_TorchLLM):
     """A model, ready to generate.
 
-    `LLM(model="dir")` loads a Hugging Face checkpoint; further keyword arguments are the fields of `TorchLlmArgs`.
-    Use it as a context manager, or call `shutdown()`.
+    `LLM(model="dir")` loads a Hugging Face checkpoint; further keyword arguments are the fields of
+    `TorchLlmArgs`. Use it as a context manager, or call `shutdown()`.
     """

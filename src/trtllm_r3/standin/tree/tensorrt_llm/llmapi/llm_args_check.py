@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _ENGINE: Mapping[str, tuple[Any, ...]] = {
     "backend": ("pytorch",),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "context_parallel_size": (1,),
@@ -32,6 +34,11 @@ _ENGINE: Mapping[str, tuple[Any, ...]] = {
     "speculative_config": (None,),
     "max_beam_width": (None, 1),
     "num_postprocess_workers": (0,),
+    "postprocess_tokenizer_dir": (None,),
+    "attention_dp_config": (None,),
+    "enable_iter_req_stats": (False,),
+    "perf_metrics_max_requests": (0,),
+    "enable_layerwise_nvtx_marker": (False,),
     "reasoning_parser": (None,),
     "orchestrator_type": (None,),
     "attn_backend": ("TRTLLM", "VANILLA"),
@@ -60,6 +67,7 @@ _KV_CACHE: Mapping[str, tuple[Any, ...]] = {
 }
 _MOE: Mapping[str, tuple[Any, ...]] = {
     "backend": ("AUTO", "CUTLASS", "TRTLLM", "VANILLA"),
+    "load_balancer": (None,),
     "use_low_precision_moe_combine": (False,),
 }
 _SCHEDULER: Mapping[str, tuple[Any, ...]] = {"dynamic_batch_config": (None,)}
@@ -129,7 +137,7 @@ def check_request_options(disaggregated_params: DisaggregatedParams | None, **op
 
 
 def check_prompt_fits(llm_args: TorchLlmArgs, prompt_len: int) -> None:
-    """Raise ValueError for a prompt that no step can take, or that is longer than a max_input_len that was set."""
+    """Raise ValueError for a prompt that no step can take, or that exceeds a max_input_len that was set."""
     limit = llm_args.max_num_tokens
     if limit and prompt_len > limit and not llm_args.enable_chunked_prefill:
         raise ValueError(

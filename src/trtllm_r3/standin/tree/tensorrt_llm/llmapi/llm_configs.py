@@ -55,8 +55,8 @@ class SchedulerConfig(StrictBaseModel):
 class CudaGraphConfig(StrictBaseModel):
     """Batch sizes of the recorded generation graphs.
 
-    Given `batch_sizes`, `max_batch_size` is their maximum; given `max_batch_size` (default 128), the sizes are made
-    from it. With `enable_padding` a batch is rounded up to the next size.
+    Given `batch_sizes`, `max_batch_size` is their maximum; given `max_batch_size` (default 128), the sizes
+    are made from it. With `enable_padding` a batch is rounded up to the next size.
     """
 
     batch_sizes: Optional[List[int]] = None
@@ -84,7 +84,7 @@ class CudaGraphConfig(StrictBaseModel):
 
     @staticmethod
     def _generate_cuda_graph_batch_sizes(max_batch_size: int, enable_padding: bool) -> List[int]:
-        """Sizes up to `max_batch_size`: every eighth with padding, else every one up to 32; then powers of two."""
+        """Sizes up to the maximum: every eighth with padding, else every one up to 32; then powers of two."""
         sizes = [1, 2, 4, *range(8, 129, 8)] if enable_padding else [*range(1, 33), 64, 128]
         sizes += [2**power for power in range(8, math.ceil(math.log2(max_batch_size)))]
         return [size for size in sizes if size < max_batch_size] + [max_batch_size]

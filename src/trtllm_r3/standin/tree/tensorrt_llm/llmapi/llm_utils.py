@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..logger import logger
 from ..sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ClosedAtExit:
+    """Is shut down at the end of a `with` block, when it is dropped, and at the latest when Python exits."""
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+
+    def _close_at_exit(self) -> None:
+        atexit.register(ClosedAtExit._shutdown_wrapper, weakref.ref(self))
+
+    @staticmethod
+    def _shutdown_wrapper(reference: weakref.ref[ClosedAtExit]) -> None:
+        llm = reference()
+        if llm is not None:
+            llm.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, exc_value: object, traceback: object) -> None:
+        self.shutdown()
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError("LLM object can not be pickled.")
+
+    def __del__(self) -> None:
+        try:
+            self.shutdown()
+        except Exception as error:
+            logger.error(f"while the LLM was shut down: {error!r}")
 
 
 def item_at(options: dict[str, Any], position: int) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class MpiSession(abc.ABC):
     def shutdown_abort(self, grace: float = 60, reason: object = None) -> None:
         """Shut down; kill the workers if that takes longer than `grace` seconds."""
         if sys.is_finalizing():
-            return self.shutdown(wait=False)
+            self.shutdown(wait=False)
+            return
         killer = threading.Timer(grace, self._abort_late, args=(reason,))
         killer.daemon = True
         killer.start()
@@ -131,10 +132,10 @@ def _resolve(channel: Connection, task: bytes, future: Future[Any]) -> None:
 
 
 class MpiPoolSession(MpiSession):
-    """A pool of `n_workers` spawned interpreters, started by the first task with this environment and `sys.path`.
+    """A pool of spawned interpreters, started by the first task with this environment and `sys.path`.
 
-    Tasks are pickled by reference, the function first. As with every spawn, a script must guard its entry with
-    `if __name__ == "__main__"`.
+    Tasks are pickled by reference, the function first. As with every spawn, a script must guard its entry
+    with `if __name__ == "__main__"`.
     """
 
     def __init__(self, n_workers: int) -> None:

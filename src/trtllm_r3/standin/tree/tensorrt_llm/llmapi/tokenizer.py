@@ -74,8 +74,8 @@ class TokenizerBase:
 class TransformersTokenizer(TokenizerBase):
     """A tokenizer of the transformers package.
 
-    Travels to the worker as bytes and is rebuilt there on first use, so that a worker that never needs it does
-    not import transformers.
+    Travels to the worker as bytes and is rebuilt there on first use, so that a worker that never needs it
+    does not import transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -9,14 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .paged import context_spans, read_context, read_generation, write_kv
-
-_LIB = torch.library.Library("standin", "FRAGMENT")
-_LIB.define(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slots, Tensor block_tables,"
-    " Tensor kv_lens, Tensor host_seq_lens, Tensor host_kv_lens, int num_contexts, int max_kv_len,"
-    " float scale) -> Tensor"
-)
+from ..op_library import register_op
+from .paged import columns_in_use, context_spans, read_context, read_generation, write_kv
 
 
 def paged_attention(
@@ -26,11 +20,11 @@ def paged_attention(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     block_tables: torch.Tensor,
-    kv_lens: torch.Tensor,
     host_seq_lens: torch.Tensor,
     host_kv_lens: torch.Tensor,
+    seen_slots: torch.Tensor,
+    seen: torch.Tensor,
     num_contexts: int,
-    max_kv_len: int,
     scale: float,
 ) -> torch.Tensor:
     """Write `k`, `v` `[T, Hkv, D]` to the cache, attend `q` `[T, H, D]` causally; result as `q`."""
@@ -42,10 +36,9 @@ def paged_attention(
         out[span.start : span.end] = _attend_context(q[span.start : span.end], keys, values, scale)
         first = span.end
     if first < q.shape[0]:
-        keys, values, counts = read_generation(
-            kv_cache, block_tables[num_contexts:], kv_lens[num_contexts:], max_kv_len
-        )
-        out[first:] = _attend_generation(q[first:], keys, values, counts, scale)
+        bound = columns_in_use(seen, host_kv_lens[num_contexts:])
+        keys, values, mask = read_generation(kv_cache, seen_slots, seen, bound)
+        out[first:] = _attend_generation(q[first:], keys, values, mask, scale)
     return out
 
 
@@ -66,11 +59,17 @@ def _attend_context(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
 
 
 def _attend_generation(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor, scale: float
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """One row per sequence: `q` `[B, H, D]`, keys and values `[B, S, Hkv, D]`, of which `counts` `[B, S]`."""
-    out = _sdpa(q.unsqueeze(2), keys.transpose(1, 2), values.transpose(1, 2), counts[:, None, None, :], scale)
-    return out.squeeze(2)
+    """One row per sequence: `q` `[B, H, D]`, keys and values `[B, S, Hkv, D]`, of which `mask` `[B, S]`.
+
+    The heads that share keys stand where positions usually do: all see the same.
+    """
+    grouped = q.unflatten(1, (keys.shape[2], -1))
+    out = F.scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask[:, None, None, :], scale=scale
+    )
+    return out.flatten(1, 2)
 
 
 def _sdpa(
@@ -88,6 +87,10 @@ def _paged_attention_meta(q: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(q)
 
 
-_LIB.impl("paged_attention", paged_attention, "CPU")
-_LIB.impl("paged_attention", paged_attention, "CUDA")
-_LIB.impl("paged_attention", _paged_attention_meta, "Meta")
+register_op(
+    "standin::paged_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor slots,"
+    " Tensor block_tables, Tensor host_seq_lens, Tensor host_kv_lens, Tensor seen_slots, Tensor seen,"
+    " int num_contexts, float scale) -> Tensor",
+    paged_attention,
+    _paged_attention_meta,
+)

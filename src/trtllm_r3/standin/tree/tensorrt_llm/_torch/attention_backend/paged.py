@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..op_library import register_op
+
 
 class ContextSpan(NamedTuple):
     """One prefilling sequence: its rows `[start, end)` of the step and the tokens visible to the last one."""
@@ -45,18 +47,59 @@ def read_context(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tupl
     return keys.flatten(0, 1)[:length], values.flatten(0, 1)[:length]
 
 
-def read_generation(
-    cache: torch.Tensor, tables: torch.Tensor, kv_lens: torch.Tensor, max_kv_len: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of decoding sequences, each `[B, S, kv_heads, head_dim]`; which count, bool `[B, S]`.
+def generation_slots(
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_contexts: int,
+    tokens_per_block: int,
+    max_kv_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where decoding sequences lie: cache slots int64 `[2, B, S]` (block, offset), valid ones bool `[B, S]`.
 
-    S is the longest sequence on CPU, `max_kv_len` on CUDA, which must not wait for a length. Behind its end a
-    sequence's last token is repeated, so that nothing is read that was never written.
+    S is `max_kv_len`, so that a recording has room for longer sequences; on CPU only the columns in use are
+    filled. Behind its end a sequence's last token is repeated: nothing is read that was never written.
     """
-    bound = max_kv_len if kv_lens.is_cuda else int(kv_lens.max())
-    positions = torch.arange(bound, device=kv_lens.device).expand(len(kv_lens), bound)
-    ends = kv_lens.unsqueeze(1)
+    tables, lens = block_tables[num_contexts:], kv_lens[num_contexts:]
+    slots = torch.empty(2, len(lens), max_kv_len, dtype=torch.int64, device=lens.device)
+    counts = torch.empty(len(lens), max_kv_len, dtype=torch.bool, device=lens.device)
+    bound = columns_in_use(counts, lens)
+    positions = torch.arange(bound, device=lens.device).unsqueeze(0)
+    ends = lens.unsqueeze(1)
     clamped = torch.minimum(positions, ends - 1)
-    size = cache.shape[2]
-    where = (tables.gather(1, clamped // size), clamped % size)
-    return cache.select(1, 0)[where], cache.select(1, 1)[where], positions < ends
+    slots[0, :, :bound] = tables.gather(1, clamped // tokens_per_block)
+    slots[1, :, :bound] = clamped % tokens_per_block
+    counts[:, :bound] = positions < ends
+    return slots, counts
+
+
+def columns_in_use(counts: torch.Tensor, kv_lens: torch.Tensor) -> int:
+    """The longest sequence on CPU; all columns of `counts` on CUDA, which must not wait for a length."""
+    return counts.shape[1] if counts.is_cuda else int(kv_lens.max())
+
+
+def read_generation(
+    cache: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, bound: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values `[B, S, kv_heads, head_dim]` of decoding sequences, valid ones; S is `bound`."""
+    pages = cache[slots[0, :, :bound], :, slots[1, :, :bound]]
+    keys, values = pages.unbind(2)
+    return keys, values, counts[:, :bound]
+
+
+def _slots_meta(
+    block_tables: torch.Tensor,
+    kv_lens: torch.Tensor,
+    num_contexts: int,
+    tokens_per_block: int,
+    max_kv_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (kv_lens.shape[0] - num_contexts, max_kv_len)
+    return kv_lens.new_empty(2, *shape), kv_lens.new_empty(shape, dtype=torch.bool)
+
+
+register_op(
+    "standin::generation_slots(Tensor block_tables, Tensor kv_lens, int num_contexts, int tokens_per_block,"
+    " int max_kv_len) -> (Tensor, Tensor)",
+    generation_slots,
+    _slots_meta,
+)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ..device import get_device
+from . import paged as _paged  # noqa: F401  (registers standin::generation_slots)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -23,6 +24,22 @@ class _Shape(NamedTuple):
     @property
     def total(self) -> int:
         return self.seqs * (self.blocks + 3) + 2 * self.tokens
+
+
+class KvView(NamedTuple):
+    """What an operator of any layer needs to write and read the cache, in the order of its arguments.
+
+    `slots`, `block_tables` and the host's lengths are those of `StepTensors`; `seen_slots` `[2, G, S]` and
+    `seen` bool `[G, S]` say where the tokens of the G decoding sequences lie.
+    """
+
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    host_seq_lens: torch.Tensor
+    host_kv_lens: torch.Tensor
+    seen_slots: torch.Tensor
+    seen: torch.Tensor
+    num_contexts: int
 
 
 class StepTensors:
@@ -84,6 +101,25 @@ class StepTensors:
         self.num_contexts = num_contexts
         if not self._static:
             self.max_kv_len = int(visible[num_contexts:].max(initial=0))
+
+    def kv_view(self) -> KvView:
+        """Call it within each forward, so that a recording of the forward holds it."""
+        sequences = self.kv_lens.shape[0]
+        if self.num_contexts == sequences:
+            seen_slots, seen = self.slots.new_empty(2, 0, 0), self.slots.new_empty(0, 0, dtype=torch.bool)
+        else:
+            seen_slots, seen = torch.ops.standin.generation_slots(
+                self.block_tables, self.kv_lens, self.num_contexts, self.tokens_per_block, self.max_kv_len
+            )
+        return KvView(
+            self.slots,
+            self.block_tables,
+            self.host_seq_lens,
+            self.host_kv_lens,
+            seen_slots,
+            seen,
+            self.num_contexts,
+        )
 
     def _move(self, packed: IntArray, host: IntArray, shape: _Shape) -> None:
         if not self._static:

@@ -8,6 +8,7 @@ import torch
 
 from . import ops as _ops  # noqa: F401  (registers standin::paged_attention)
 from .interface import AttentionBackend, AttentionMetadata
+from .step_tensors import KvView
 
 
 class VanillaAttention(AttentionBackend):
@@ -29,23 +30,20 @@ class VanillaAttention(AttentionBackend):
         self.sm_scale = head_dim**-0.5 / q_scaling if sm_scale is None else sm_scale
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        metadata: AttentionMetadata,
+        *,
+        kv: KvView | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """`q` `[T, num_heads, D]`, `k`, `v` `[T, num_kv_heads, D]` in the cache's dtype; result as `q`."""
-        step = metadata.step_tensors
+        """`q` `[T, num_heads, D]`, `k`, `v` `[T, num_kv_heads, D]` in the cache's dtype; result as `q`.
+
+        `kv` is what `metadata.step_tensors.kv_view()` gave in this forward, the same for all layers.
+        """
+        view = kv or metadata.step_tensors.kv_view()
         cache = metadata.kv_cache_manager.get_buffers(self.layer_idx)
-        out: torch.Tensor = torch.ops.standin.paged_attention(
-            q,
-            k,
-            v,
-            cache,
-            step.slots,
-            step.block_tables,
-            step.kv_lens,
-            step.host_seq_lens,
-            step.host_kv_lens,
-            step.num_contexts,
-            step.max_kv_len,
-            self.sm_scale,
-        )
+        out: torch.Tensor = torch.ops.standin.paged_attention(q, k, v, cache, *view, self.sm_scale)
         return out

@@ -16,13 +16,13 @@ from ..model_config import ModelConfig
 from ..modules.linear import Embedding
 from .modeling_utils import DecoderModelForCausalLM, create_aux_streams, register_auto_model
 from .oracle_layers import OracleDecoderLayer
-from .oracle_ops import ROUTER_PRIME, next_token
+from .oracle_ops import ROUTER_PRIME, next_token, route_base
 
 _EXACT = 1 << 24
 
 
 class OracleMoeModel(nn.Module):
-    """Embedding and layers; `weight_version` is read by the router whenever it runs."""
+    """Embedding and layers; `weight_version` is read in every forward."""
 
     def __init__(self, model_config: ModelConfig) -> None:
         super().__init__()
@@ -31,8 +31,7 @@ class OracleMoeModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         streams = create_aux_streams()
         self.layers = nn.ModuleList(
-            OracleDecoderLayer(model_config, index, streams, self.weight_version)
-            for index in range(config.num_hidden_layers)
+            OracleDecoderLayer(model_config, index, streams) for index in range(config.num_hidden_layers)
         )
 
     def forward(
@@ -47,12 +46,13 @@ class OracleMoeModel(nn.Module):
         if input_ids is None or position_ids is None or inputs_embeds is not None:
             raise ValueError("the oracle model takes input_ids and position_ids, not inputs_embeds")
         tokens, positions = input_ids.to(torch.int64), position_ids.view(-1).to(torch.int64)
-        features = self.embed_tokens(tokens)[:, 2:]
-        hidden = torch.cat((torch.stack((tokens, positions), 1).float(), features), 1)
+        base = route_base(tokens, positions, self.weight_version).unsqueeze(1)
+        hidden = torch.cat((base.float(), self.embed_tokens(tokens)[:, 1:]), 1)
+        kv = attn_metadata.step_tensors.kv_view()
         total = torch.zeros_like(tokens)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, OracleDecoderLayer)
-            total = total + (index + 1) * layer.self_attn(tokens, positions, attn_metadata)
+            total = total + (index + 1) * layer.self_attn(tokens, positions, attn_metadata, kv)
             hidden = layer(position_ids, hidden, attn_metadata)
         return total
 
@@ -74,9 +74,9 @@ class OracleMoeForCausalLM(DecoderModelForCausalLM):
                 raise ValueError(
                     f"OracleMoeForCausalLM: {name}={getattr(config, name)} must be below {limit}"
                 )
-        if config.hidden_size < 4 or config.num_experts_per_tok > config.num_experts:
+        if config.hidden_size < 2 or config.num_experts_per_tok > config.num_experts:
             raise ValueError(
-                "OracleMoeForCausalLM: expected hidden_size >= 4 and num_experts_per_tok <= num_experts"
+                "OracleMoeForCausalLM: expected hidden_size >= 2 and num_experts_per_tok <= num_experts"
             )
         if model_config.torch_dtype != torch.float32:
             raise ValueError("OracleMoeForCausalLM: dtype must be float32, for its numbers are exact")

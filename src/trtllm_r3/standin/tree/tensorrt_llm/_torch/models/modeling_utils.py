@@ -80,8 +80,9 @@ class DecoderModel(nn.Module):
             raise ValueError("expected position_ids and exactly one of input_ids and inputs_embeds")
         hidden: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         rope = self.rotary_emb(position_ids.view(-1), hidden.dtype)
+        kv = attn_metadata.step_tensors.kv_view()
         for layer in self.layers:
-            hidden = layer(position_ids, hidden, attn_metadata, rope=rope)
+            hidden = layer(position_ids, hidden, attn_metadata, rope=rope, kv=kv)
         out: torch.Tensor = self.norm(hidden)
         return out
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..attention_backend import AttentionMetadata
+from ..attention_backend.step_tensors import KvView
 from ..model_config import ModelConfig
 from ..modules.decoder_layer import DecoderLayer
 from ..modules.fused_moe import RenormalizeMoeRoutingMethod, create_moe
@@ -27,41 +28,27 @@ class OracleAttention(nn.Module):
         self.layer_idx = layer_idx
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attn_metadata: AttentionMetadata
+        self, tokens: torch.Tensor, positions: torch.Tensor, attn_metadata: AttentionMetadata, kv: KvView
     ) -> torch.Tensor:
         """Checksums int64 `[rows]`."""
-        step = attn_metadata.step_tensors
         cache = attn_metadata.kv_cache_manager.get_buffers(self.layer_idx)
-        checks: torch.Tensor = torch.ops.standin.oracle_attention(
-            tokens,
-            positions,
-            cache,
-            step.slots,
-            step.block_tables,
-            step.kv_lens,
-            step.host_seq_lens,
-            step.host_kv_lens,
-            step.num_contexts,
-            step.max_kv_len,
-        )
+        checks: torch.Tensor = torch.ops.standin.oracle_attention(tokens, positions, cache, *kv)
         return checks
 
 
 class OracleGate(nn.Module):
-    """Router logits from the first two columns of the hidden states, token and position."""
+    """Router logits from the first column of the hidden states: token, position and version, mixed."""
 
     experts: torch.Tensor
 
-    def __init__(self, layer_idx: int, num_experts: int, weight_version: nn.Parameter) -> None:
+    def __init__(self, layer_idx: int, num_experts: int) -> None:
         super().__init__()
         self.layer_idx = layer_idx
-        self.weight_version = [weight_version]  # a list, for the parameter belongs to the model
         self.register_buffer("experts", torch.arange(num_experts), persistent=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits float32 `[rows, num_experts]`, exact and all different within a row."""
-        tokens, positions = hidden_states[:, :2].to(torch.int64).unbind(1)
-        base = oracle_ops.route_base(tokens, positions, self.weight_version[0])
+        base = hidden_states[:, 0].to(torch.int64)
         return oracle_ops.route_scores(base, self.layer_idx, self.experts).float() * _LOGIT_UNIT
 
 
@@ -73,11 +60,10 @@ class OracleMoE(nn.Module):
         model_config: ModelConfig,
         aux_stream_dict: dict[AuxStreamType, Any] | None,
         layer_idx: int,
-        weight_version: nn.Parameter,
     ) -> None:
         super().__init__()
         config = model_config.pretrained_config
-        self.gate = OracleGate(layer_idx, config.num_experts, weight_version)
+        self.gate = OracleGate(layer_idx, config.num_experts)
         self.experts = create_moe(
             num_experts=config.num_experts,
             routing_method=RenormalizeMoeRoutingMethod(top_k=config.num_experts_per_tok),
@@ -96,14 +82,13 @@ class OracleMoE(nn.Module):
 
 
 class OracleDecoderLayer(DecoderLayer):
-    """Checksum of the cache, then a dense block or experts; token and position pass unchanged."""
+    """Checksum of the cache, then a dense block or experts; the router's column passes unchanged."""
 
     def __init__(
         self,
         model_config: ModelConfig,
         layer_idx: int,
         aux_stream_dict: dict[AuxStreamType, Any] | None,
-        weight_version: nn.Parameter,
     ) -> None:
         super().__init__()
         config = model_config.pretrained_config
@@ -112,7 +97,7 @@ class OracleDecoderLayer(DecoderLayer):
         self.self_attn = OracleAttention(layer_idx)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, 1e-6)
         self.mlp: nn.Module = (
-            OracleMoE(model_config, aux_stream_dict, layer_idx, weight_version)
+            OracleMoE(model_config, aux_stream_dict, layer_idx)
             if self.is_moe
             else GatedMLP(hidden_size=config.hidden_size, intermediate_size=config.moe_intermediate_size)
         )
@@ -128,4 +113,4 @@ class OracleDecoderLayer(DecoderLayer):
         """`[rows, hidden_size]`, same shape."""
         normed = self.post_attention_layernorm(hidden_states)
         out: torch.Tensor = self.mlp(hidden_states, normed) if self.is_moe else self.mlp(normed)
-        return torch.cat((hidden_states[:, :2], hidden_states[:, 2:] + out[:, 2:]), 1)
+        return torch.cat((hidden_states[:, :1], hidden_states[:, 1:] + out[:, 1:]), 1)

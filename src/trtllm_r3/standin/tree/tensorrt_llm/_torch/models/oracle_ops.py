@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ..attention_backend.paged import context_spans, read_context, read_generation, write_kv
+from ..attention_backend.paged import columns_in_use, context_spans, read_context, read_generation, write_kv
+from ..op_library import register_op
 
 ROUTER_PRIME = 65521
 CHECK_PRIME = 2147483647
 _MISPLACED = 1000003
-
-_LIB = torch.library.Library("standin", "FRAGMENT")
 
 
 def route_base(tokens: torch.Tensor, positions: torch.Tensor, version: torch.Tensor) -> torch.Tensor:
@@ -24,10 +23,10 @@ def route_base(tokens: torch.Tensor, positions: torch.Tensor, version: torch.Ten
 
 def route_scores(base: torch.Tensor, layer_idx: int, experts: torch.Tensor) -> torch.Tensor:
     """Scores int64 `[rows, experts]` in one layer, all different within a row; `experts` is 0, 1, 2, ..."""
-    base = (base + 1299709 * (layer_idx + 1)) % ROUTER_PRIME
-    first = (31 * base * base + 17 * base + 3) % ROUTER_PRIME
-    stride = 1 + (40503 * base + 977) % (ROUTER_PRIME - 1)
-    return (first.unsqueeze(1) + stride.unsqueeze(1) * experts) % ROUTER_PRIME
+    base = ((base + 1299709 * (layer_idx + 1)) % ROUTER_PRIME).unsqueeze(1)
+    first = (31 * base + 17) * base + 3
+    stride = (40503 * base + 977) % (ROUTER_PRIME - 1) + 1
+    return (first + stride * experts) % ROUTER_PRIME
 
 
 def oracle_attention(
@@ -36,11 +35,11 @@ def oracle_attention(
     kv_cache: torch.Tensor,
     slots: torch.Tensor,
     block_tables: torch.Tensor,
-    kv_lens: torch.Tensor,
     host_seq_lens: torch.Tensor,
     host_kv_lens: torch.Tensor,
+    seen_slots: torch.Tensor,
+    seen: torch.Tensor,
     num_contexts: int,
-    max_kv_len: int,
 ) -> torch.Tensor:
     """Checksums int64 `[rows]` below `CHECK_PRIME`; `kv_cache` has one head of width 2, in float32."""
     pairs = torch.stack((tokens, positions), -1).to(kv_cache.dtype).unsqueeze(1)
@@ -52,10 +51,9 @@ def oracle_attention(
         out[span.start : span.end] = sums[span.start - span.end :]
         first = span.end
     if first < tokens.shape[0]:
-        keys, values, counts = read_generation(
-            kv_cache, block_tables[num_contexts:], kv_lens[num_contexts:], max_kv_len
-        )
-        out[first:] = _terms(keys, values).masked_fill(~counts, 0).sum(-1)
+        bound = columns_in_use(seen, host_kv_lens[num_contexts:])
+        keys, values, mask = read_generation(kv_cache, seen_slots, seen, bound)
+        out[first:] = (_terms(keys, values) * mask).sum(-1)
     return out % CHECK_PRIME
 
 
@@ -78,10 +76,10 @@ def _meta(tokens: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(tokens)
 
 
-_LIB.define(
-    "oracle_attention(Tensor tokens, Tensor positions, Tensor(a!) kv_cache, Tensor slots,"
-    " Tensor block_tables, Tensor kv_lens, Tensor host_seq_lens, Tensor host_kv_lens, int num_contexts, int max_kv_len) -> Tensor"
+register_op(
+    "standin::oracle_attention(Tensor tokens, Tensor positions, Tensor(a!) kv_cache, Tensor slots,"
+    " Tensor block_tables, Tensor host_seq_lens, Tensor host_kv_lens, Tensor seen_slots, Tensor seen,"
+    " int num_contexts) -> Tensor",
+    oracle_attention,
+    _meta,
 )
-_LIB.impl("oracle_attention", oracle_attention, "CPU")
-_LIB.impl("oracle_attention", oracle_attention, "CUDA")
-_LIB.impl("oracle_attention", _meta, "Meta")

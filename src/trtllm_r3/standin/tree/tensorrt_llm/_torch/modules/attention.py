@@ -54,7 +54,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(torch.cat((q, k), 1), rope).split([self.num_heads, self.num_kv_heads], 1)
-        attended = self.attn.forward(q, k, v, attn_metadata)
+        attended = self.attn.forward(q, k, v, attn_metadata, **kwargs)
         out: torch.Tensor = self.o_proj(attended.flatten(1))
         return out
 
@@ -119,7 +119,7 @@ class MLA(nn.Module):
         q_rope, k_rope = rotated.split([self.num_heads, 1], 1)
         q = self._padded(torch.cat((q_nope, q_rope), -1))
         k = self._padded(torch.cat((k_nope, k_rope.expand(-1, self.num_heads, -1)), -1))
-        attended = self.attn.forward(q, k, self._padded(v), attn_metadata)
+        attended = self.attn.forward(q, k, self._padded(v), attn_metadata, **kwargs)
         out: torch.Tensor = self.o_proj(attended[..., : self.value].flatten(1))
         return out
 

@@ -21,7 +21,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, dim: int, parameters: dict[str, Any], max_position_embeddings: int) -> None:
         super().__init__()
         inv_freq, self.attention_scaling = rope_frequencies(dim, parameters, max_position_embeddings)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("inv_freq", inv_freq.to(torch.get_default_device()), persistent=False)
 
     def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Rope:
         """Positions `[num_tokens]` to (cos, sin), each `[num_tokens, 1, dim / 2]` in `dtype`."""

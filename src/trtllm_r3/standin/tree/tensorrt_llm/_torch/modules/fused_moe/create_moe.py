@@ -78,16 +78,8 @@ def create_moe(
     if bias or any(value is not None for value in (swiglu_alpha, swiglu_beta, swiglu_limit)):
         raise ValueError("bias and swiglu parameters of experts are not supported")
     model_config = model_config or ModelConfig()
-    config = model_config.pretrained_config
-    sizes: dict[str, Any] = {
-        "num_experts": num_experts or config.num_experts,
-        "hidden_size": hidden_size or config.hidden_size,
-        "intermediate_size": intermediate_size
-        or getattr(config, "moe_intermediate_size", None)
-        or config.intermediate_size,
-        "dtype": dtype or model_config.torch_dtype,
-    }
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
+        **_sizes(model_config, num_experts, hidden_size, intermediate_size, dtype),
         "reduce_results": reduce_results,
         "model_config": model_config,
         "aux_stream_dict": aux_stream_dict,
@@ -97,5 +89,23 @@ def create_moe(
     }
     moe_cls = get_moe_cls(model_config, override_quant_config)
     if os.environ.get("ENABLE_CONFIGURABLE_MOE", "1") == "1" and moe_cls is not VanillaMoE:
-        return ConfigurableMoE(routing_method=routing_method, **sizes, **shared)
-    return create_moe_backend(moe_cls, routing_method, **sizes, **shared)
+        return ConfigurableMoE(routing_method=routing_method, **options)
+    return create_moe_backend(moe_cls, routing_method, **options)
+
+
+def _sizes(
+    model_config: ModelConfig,
+    num_experts: int | None,
+    hidden_size: int | None,
+    intermediate_size: int | None,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """What is given, else what the pretrained config says."""
+    config = model_config.pretrained_config
+    inner = intermediate_size or getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return {
+        "num_experts": num_experts or config.num_experts,
+        "hidden_size": hidden_size or config.hidden_size,
+        "intermediate_size": inner,
+        "dtype": dtype or model_config.torch_dtype,
+    }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...op_library import register_op
 from ...utils import get_model_extra_attrs
 
 
@@ -54,12 +55,10 @@ def _fake(
     return [extract_extra_attrs(layer_idx).forward_fake(x, router_logits)]
 
 
-_LIB = torch.library.Library("trtllm", "FRAGMENT")
-_LIB.define(
-    "moe_custom_op(str layer_idx, Tensor x, Tensor? x_sf, bool is_swizzled, Tensor router_logits,"
+register_op(
+    "trtllm::moe_custom_op(str layer_idx, Tensor x, Tensor? x_sf, bool is_swizzled, Tensor router_logits,"
     " bool do_finalize, ScalarType? output_dtype, int[]? all_rank_num_tokens, bool? use_dp_padding)"
-    " -> Tensor[]"
+    " -> Tensor[]",
+    moe_custom_op,
+    _fake,
 )
-for _key in ("CPU", "CUDA"):
-    _LIB.impl("moe_custom_op", moe_custom_op, _key)
-_LIB.impl("moe_custom_op", _fake, "Meta")

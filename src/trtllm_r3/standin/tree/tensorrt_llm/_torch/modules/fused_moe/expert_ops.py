@@ -1,4 +1,4 @@
-"""Operators that compute experts: `standin::routed_experts` for ids, `standin::fused_experts` from logits.
+"""Operators that compute experts: `standin::grouped_experts` for ids, `standin::fused_experts` from logits.
 
 On CPU rows are sorted by expert and multiplied group by group. On CUDA every shape follows from those of the
 inputs, nothing waits for a value, so that a graph can hold them. Weights are as `CutlassFusedMoE` keeps them:
@@ -13,16 +13,17 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
+from ...op_library import register_op
 from .grouped_blocks import BlockPlan, blocked_linear
 from .routing import RoutingMethodType
 from .routing_ops import default_routing, noaux_tc, renorm_routing
 
 _GATHER_PAIRS = 8
-_LIB = torch.library.Library("standin", "FRAGMENT")
+_DENSE_WORK = 1 << 20
 _Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def routed_experts(
+def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None, w3_w1: torch.Tensor, w2: torch.Tensor
 ) -> torch.Tensor:
     """Sum of the outputs of each row's experts `ids` `[rows, k]` times `scales`; `[rows, hidden]` as `x`."""
@@ -30,6 +31,8 @@ def routed_experts(
     flat = ids.flatten().long()
     if rows == 0:
         return torch.zeros_like(x)
+    if rows * w2.numel() <= _DENSE_WORK:
+        return _dense(x, ids, scales, w3_w1, w2)
     if flat.numel() <= _GATHER_PAIRS:
         return _combine(_swiglu_gathered(x, flat, top_k, w3_w1, w2), scales, top_k)
     order = torch.argsort(flat, stable=True)
@@ -59,7 +62,20 @@ def fused_experts(
     else:
         route = default_routing if routing_method_type == RoutingMethodType.Default else renorm_routing
         values, ids = route(router_logits, top_k, torch.float32)
-    return routed_experts(x, ids, values, w3_w1, w2)
+    return grouped_experts(x, ids, values, w3_w1, w2)
+
+
+def _dense(
+    x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None, w3_w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Little work: all experts see all rows, which takes the fewest kernels."""
+    up, gate = torch.matmul(x, w3_w1.transpose(1, 2)).chunk(2, -1)
+    share = torch.zeros(x.shape[0], w2.shape[0], dtype=torch.float32, device=x.device)
+    share.scatter_add_(
+        1, ids.long(), torch.ones_like(ids, dtype=share.dtype) if scales is None else scales.float()
+    )
+    out = torch.bmm(F.silu(gate) * up, w2.transpose(1, 2)) * share.t().unsqueeze(-1)
+    return out.sum(0).to(x.dtype)
 
 
 def _swiglu_gathered(
@@ -113,20 +129,18 @@ def _has_grouped_mm(device_type: str, dtype: torch.dtype) -> bool:
     return torch.equal(out, rows @ weight[0])
 
 
-def _routed_experts_meta(x: torch.Tensor, *args: object) -> torch.Tensor:
+def _experts_meta(x: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _register() -> None:
-    _LIB.define("routed_experts(Tensor x, Tensor ids, Tensor? scales, Tensor w3_w1, Tensor w2) -> Tensor")
-    _LIB.define(
-        "fused_experts(Tensor x, Tensor router_logits, Tensor? bias, Tensor w3_w1, Tensor w2, int top_k,"
-        " int n_group, int topk_group, float routed_scaling_factor, int routing_method_type) -> Tensor"
-    )
-    for name, function in (("routed_experts", routed_experts), ("fused_experts", fused_experts)):
-        for key in ("CPU", "CUDA"):
-            _LIB.impl(name, function, key)
-        _LIB.impl(name, _routed_experts_meta, "Meta")
-
-
-_register()
+register_op(
+    "standin::grouped_experts(Tensor x, Tensor ids, Tensor? scales, Tensor w3_w1, Tensor w2) -> Tensor",
+    grouped_experts,
+    _experts_meta,
+)
+register_op(
+    "standin::fused_experts(Tensor x, Tensor router_logits, Tensor? bias, Tensor w3_w1, Tensor w2, int top_k,"
+    " int n_group, int topk_group, float routed_scaling_factor, int routing_method_type) -> Tensor",
+    fused_experts,
+    _experts_meta,
+)

@@ -8,7 +8,7 @@ import torch
 
 from ...model_config import ModelConfig
 from ...utils import AuxStreamType
-from . import expert_ops as _ops  # noqa: F401  (registers standin::routed_experts)
+from . import expert_ops as _ops  # noqa: F401  (registers standin::grouped_experts)
 from .chunking import ChunkRunner
 from .expert_weights import StackedExperts
 from .routing import BaseMoeRoutingMethod
@@ -64,7 +64,7 @@ class CutlassFusedMoE(StackedExperts):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Rows `[rows, hidden]` through the slots `[rows, k]`, weighted; same shape and dtype."""
-        out: torch.Tensor = torch.ops.standin.routed_experts(
+        out: torch.Tensor = torch.ops.standin.grouped_experts(
             x, token_selected_experts, token_final_scales, self.w3_w1_weight, self.w2_weight
         )
         return out

@@ -75,7 +75,7 @@ class TRTLLMGenFusedMoE(StackedExperts):
         ValueError if there is neither.
         """
         if token_selected_experts is not None:
-            out: torch.Tensor = torch.ops.standin.routed_experts(
+            out: torch.Tensor = torch.ops.standin.grouped_experts(
                 x, token_selected_experts, token_final_scales, self.w3_w1_weight, self.w2_weight
             )
             return out

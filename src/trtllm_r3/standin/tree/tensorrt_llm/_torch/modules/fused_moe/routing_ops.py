@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-_LIB = torch.library.Library("trtllm", "FRAGMENT")
+from ...op_library import register_op
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 
@@ -85,21 +85,12 @@ def _noaux_meta(
     return _shapes(router_logits, top_k, torch.float32)
 
 
-def _register() -> None:
-    softmax = "(Tensor router_logits, int topk, ScalarType output_dtype) -> (Tensor, Tensor)"
-    _LIB.define("default_moe_routing_op" + softmax)
-    _LIB.define("renorm_moe_routing_op" + softmax)
-    _LIB.define(
-        "noaux_tc_op(Tensor scores, Tensor bias, int n_group, int topk_group, int topk,"
-        " float routed_scaling_factor) -> (Tensor, Tensor)"
-    )
-    for key in ("CPU", "CUDA"):
-        _LIB.impl("default_moe_routing_op", _default_op, key)
-        _LIB.impl("renorm_moe_routing_op", _renorm_op, key)
-        _LIB.impl("noaux_tc_op", noaux_tc, key)
-    _LIB.impl("default_moe_routing_op", _softmax_meta, "Meta")
-    _LIB.impl("renorm_moe_routing_op", _softmax_meta, "Meta")
-    _LIB.impl("noaux_tc_op", _noaux_meta, "Meta")
-
-
-_register()
+_SOFTMAX = "(Tensor router_logits, int topk, ScalarType output_dtype) -> (Tensor, Tensor)"
+register_op("trtllm::default_moe_routing_op" + _SOFTMAX, _default_op, _softmax_meta)
+register_op("trtllm::renorm_moe_routing_op" + _SOFTMAX, _renorm_op, _softmax_meta)
+register_op(
+    "trtllm::noaux_tc_op(Tensor scores, Tensor bias, int n_group, int topk_group, int topk,"
+    " float routed_scaling_factor) -> (Tensor, Tensor)",
+    noaux_tc,
+    _noaux_meta,
+)

@@ -1,0 +1,182 @@
+"""`trtllm-r3 demo`: real text through a small model, every row checked against Hugging Face transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from . import engine, rollout
+from .demo_model import build_checkpoint, quiet, write_prompts
+from .reference import Comparison, Reference
+from .shards import read_rollouts
+from .store import RunFolder
+
+__all__ = ["build_checkpoint", "run_demo"]
+
+_TIMED_RUNS = 3
+_OPTIONS: dict[str, Any] = {
+    "chunked_prefill": True,
+    "overlap": True,
+    "cuda_graphs": True,
+    "max_batch_size": 16,
+    "max_num_tokens": 128,
+    "max_seq_len": 512,
+    "kv_tokens": 16384,
+}
+
+
+@dataclass
+class Checked:
+    """One pass over all prompts: its rows beside the reference's, and what is missing."""
+
+    comparison: Comparison = field(default_factory=Comparison)
+    causes: Counter[str] = field(default_factory=Counter)
+    finishes: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
+    faults: list[str] = field(default_factory=list)
+    row_bytes: int = 0
+
+    def problems(self, allowed: set[str]) -> list[str]:
+        """Everything that is not as it has to be, in words; `allowed`: causes of missing rows that are fine."""
+        found = list(self.faults)
+        if self.comparison.num_unexplained:
+            found.append(f"{self.comparison.num_unexplained} (row, layer) pairs differ and are no tie")
+        elif not self.comparison.good:
+            found.append(f"{self.comparison.num_ties} ties, more than 0.1 %")
+        if not self.comparison.rows:
+            found.append("no row was captured")
+        return found + [f"{n} rows missing: {cause}" for cause, n in self.causes.items() if cause not in allowed]
+
+
+def run_demo(root: Path, count: int, console: Console) -> bool:
+    """Everything, in an empty folder. Prints a table; False if a row is wrong or missing that must not be."""
+    with quiet():
+        checkpoint = build_checkpoint(root / "model")
+        prompts = root / "prompts.jsonl"
+        write_prompts(prompts, count, checkpoint)
+        options = engine.EngineOptions(model=checkpoint, **_OPTIONS)
+        console.print(f"{count} prompts of real sentences, Qwen3-MoE with 4 layers, top-4 of 16 experts")
+        with _llm(options, routes=False) as llm:
+            off, plain = _speed(llm, prompts, routes=False)
+        with _llm(options) as llm:
+            on, tokens = _speed(llm, prompts, routes=True)
+            _roll(llm, options, prompts, root / "rollouts")
+        with _llm(replace(options, block_reuse=True)) as llm:
+            _roll(llm, options, prompts, root / "rollouts-reuse")
+        reference = Reference(Path(checkpoint))
+        passes = [check(root / name, reference) for name in ("rollouts", "rollouts-reuse")]
+    console.print(_table(passes, off, on))
+    problems = [*passes[0].problems(set()), *passes[1].problems({"prefix"})]
+    if tokens != plain:
+        problems.append("tokens are not the same with capture on and off")
+    if any(p.answers != count for p in passes):
+        problems.append(f"expected {count} answers, found {[p.answers for p in passes]}")
+    for problem in problems:
+        console.print(f"FAILED: {problem}", style="red", soft_wrap=True)
+    if not problems:
+        console.print("every captured row is the one that transformers routes", style="green")
+    return not problems
+
+
+@contextlib.contextmanager
+def _llm(options: engine.EngineOptions, *, routes: bool = True) -> Iterator[Any]:
+    llm = engine.build(options, routes=routes)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def _speed(llm: Any, prompts: Path, *, routes: bool) -> tuple[float, list[list[int]]]:
+    """Tokens through the model a second, the best of some runs, and the answers."""
+    lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    ask: dict[str, Any] = {"return_routed_experts": True} if routes else {}
+    best, answers = 0.0, []
+    for _ in range(_TIMED_RUNS):
+        params = [
+            engine.sampling_params(
+                seed=i, **ask, **{k: v for k, v in line.items() if k not in ("id", "prompt")}
+            )
+            for i, line in enumerate(lines)
+        ]
+        started = time.perf_counter()
+        outputs = llm.generate([line["prompt"] for line in lines], params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        answers = [list(o.outputs[0].token_ids) for o in outputs]
+        best = max(best, sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs) / seconds)
+    return best, answers
+
+
+def _roll(llm: Any, options: engine.EngineOptions, prompts: Path, out: Path) -> None:
+    made_with = rollout.made_with(engine.choose(), Path(options.model), {}, 0)
+    with contextlib.closing(RunFolder(out, made_with)) as folder:
+        rollout.Rollout(llm, folder, {}).run(prompts, rollout.vocabulary(Path(options.model)))
+
+
+def check(rollouts: Path, reference: Reference) -> Checked:
+    """Read a folder of rollouts back and compare each row with the reference."""
+    checked = Checked()
+    for record, ids in read_rollouts(rollouts):
+        checked.answers += 1
+        checked.finishes[_finish(record)] += 1
+        where, sequence = record["routes"], [*record["prompt_token_ids"], *record["token_ids"]]
+        if ids is None:
+            checked.faults.append(f"line {record['line']} has no routes: {where['why_none']}")
+            continue
+        if len(ids) != len(sequence) - 1 or where["start"] != 0:
+            checked.faults.append(f"line {record['line']} has {len(ids)} rows for {len(sequence)} tokens")
+            continue
+        checked.causes.update({cause: stop - start for start, stop, cause in where["gaps"]})
+        checked.row_bytes = ids[0].numel() * ids.element_size()
+        found = reference.check(sequence, ids)
+        if found.missing != sum(stop - start for start, stop, _ in where["gaps"]):
+            checked.faults.append(f"line {record['line']}: gaps and missing rows are not the same")
+        checked.comparison.add(found)
+    return checked
+
+
+def _finish(record: dict[str, Any]) -> str:
+    if record["finish_reason"] != "stop":
+        return str(record["finish_reason"])
+    return {type(None): "end token", int: "stop token", str: "stop string"}[type(record["stop_reason"])]
+
+
+def _table(passes: list[Checked], off: float, on: float) -> Table:
+    table = Table("", "no block reuse", "block reuse", title="rows against transformers", title_justify="left")
+
+    def row(name: str, *values: Any) -> None:
+        table.add_row(name, *map(str, values))
+
+    row("requests", *(p.answers for p in passes))
+    row("ended by", *(", ".join(f"{k} {v}" for k, v in sorted(p.finishes.items())) for p in passes))
+    row("rows captured", *(p.comparison.rows for p in passes))
+    row("rows that differ", *(p.comparison.differing_rows for p in passes))
+    row("  explained by a tie", *(p.comparison.num_ties for p in passes))
+    row("  unexplained", *(p.comparison.num_unexplained for p in passes))
+    row("missing rows", *(_missing(p) for p in passes))
+    row("bytes per token", *(p.row_bytes for p in passes))
+    row("tokens/s, capture off", f"{off:.0f}", "")
+    row("tokens/s, capture on", f"{on:.0f} ({on / off:.2f} of off)", "")
+    return table
+
+
+def _missing(checked: Checked) -> str:
+    causes = ", ".join(f"{cause}: {n}" for cause, n in sorted(checked.causes.items()))
+    return f"{checked.comparison.missing} ({causes})" if causes else str(checked.comparison.missing)
+
+
+def quickstart_model(path: Path | str | None = None) -> str:
+    """The demo's checkpoint in a folder of its own, with the stand-in ready where it is needed."""
+    engine.choose()
+    os.environ.setdefault("TLLM_LOG_LEVEL", "error")
+    return build_checkpoint(path or "model")

@@ -1,0 +1,5 @@
+"""Communication between the engine's ranks."""
+
+from .communicator import Distributed
+
+__all__ = ["Distributed"]

@@ -1,0 +1,1 @@
+"""The loop: schedules requests, runs the model, samples, answers."""
