@@ -192,7 +192,7 @@ def test_statistics_arrive_when_asked_for(model_dir):
             model=model_dir, skip_tokenizer_init=True, executor_cls=executor_cls, enable_iter_perf_stats=True
         ) as llm:
             generate(llm, [1])
-            assert llm.get_stats(timeout=1)[0] == {"iter": 1}
+            assert llm.get_stats(timeout=0.5) == [{"iter": 1, "note": None}]
 
 
 def test_nothing_is_left_of_finished_requests(llm):
@@ -210,3 +210,8 @@ def test_the_end_cancels_what_runs_and_takes_nothing_new(model_dir, executor_cls
     assert pending.result(timeout=5).outputs[0].finish_reason == "cancelled"
     with pytest.raises(RuntimeError, match="shutting down"):
         llm.generate_async([1], params())
+
+
+def test_too_few_parameters_for_a_batch_are_an_error_before_anything_runs(llm):
+    with pytest.raises(ValueError, match="sampling_params has 1 entries"):
+        generate(llm, [[1], [2]], [params()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import trtllm_r3.standin
 trtllm_r3.standin.install()
 
 import tensorrt_llm  # noqa: E402
+from support import pool_tasks  # noqa: E402
 from support.fake_engine import InProcess, InWorker  # noqa: E402
 from tensorrt_llm import LLM, SamplingParams  # noqa: E402
 from tensorrt_llm.bindings.executor import Request, SamplingConfig  # noqa: E402
@@ -29,6 +31,7 @@ from tensorrt_llm.llmapi import (  # noqa: E402
     SchedulerConfig,
     TorchLlmArgs,
 )
+from tensorrt_llm.llmapi.mpi_session import MpiPoolSession  # noqa: E402
 from tensorrt_llm.mapping import Mapping  # noqa: E402
 
 
@@ -149,14 +152,14 @@ def test_a_longest_prompt_is_held_where_it_is_set(model_dir):
         assert llm.generate([1] * 1500, params, use_tqdm=False).finished
 
 
-def test_environment_overrides_reach_this_process_and_the_worker(model_dir):
-    import os
-
-    with LLM(
-        model=model_dir, skip_tokenizer_init=True, executor_cls=InWorker, env_overrides={"FRONT": "7"}
-    ) as llm:
-        assert os.environ["FRONT"] == "7"
-        assert llm._executor.mpi_session.mpi_pool is not None
+def test_environment_overrides_reach_this_process_and_a_worker_that_started_before(model_dir):
+    session = MpiPoolSession(n_workers=1)
+    assert session.submit_sync(pool_tasks.where_am_i, "TLLM_FAKE_NOTE")[0][2] is None
+    options = {"skip_tokenizer_init": True, "enable_iter_perf_stats": True, "_mpi_session": session}
+    with LLM(model=model_dir, executor_cls=InWorker, env_overrides={"TLLM_FAKE_NOTE": "7"}, **options) as llm:
+        assert os.environ["TLLM_FAKE_NOTE"] == "7"
+        llm.generate([1], SamplingParams(end_id=9, max_tokens=1), use_tqdm=False)
+        assert llm.get_stats(timeout=1) == [{"iter": 1, "note": "7"}]
 
 
 def test_the_workers_main_function_has_stocks_parameters():
@@ -251,3 +254,8 @@ def test_a_mapping_places_each_rank():
     assert [m.pp_layers(5) for m in (ranks[0], ranks[4])] == [[0, 1, 2], [3, 4]]
     with pytest.raises(ValueError, match="world_size"):
         Mapping(3, tp_size=2)
+
+
+def test_none_means_the_default_size(model_dir):
+    args = TorchLlmArgs(model=model_dir, skip_tokenizer_init=True, max_batch_size=None, max_num_tokens=None)
+    assert (args.max_batch_size, args.max_num_tokens, args.max_seq_len) == (2048, 8192, None)

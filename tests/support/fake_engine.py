@@ -72,7 +72,7 @@ class FakeEngine:
         self._lock = threading.Condition()
         self._active: dict[int, list[Sequence]] = {}
         self._next = 7
-        self._stats: list[Any] = [{"iter": 1}]
+        self._stats: list[Any] = [{"iter": 1, "note": os.environ.get("TLLM_FAKE_NOTE")}]
 
     def enqueue_request(self, request: Any, query: Any = None) -> int:
         if request.input_token_ids[0] == REFUSE:
@@ -155,7 +155,9 @@ class InWorker(GenerationExecutor):
     @staticmethod
     def create(engine: Any, *args: Any, **kwargs: Any) -> Any:
         worker_kwargs = {"engine": engine, "llm_args": kwargs["llm_args"], "tokenizer": kwargs["tokenizer"]}
-        return GenerationExecutorProxy(worker_kwargs, worker_cls=FakeWorker, is_llm_executor=True)
+        return GenerationExecutorProxy(
+            worker_kwargs, mpi_session=kwargs["mpi_session"], worker_cls=FakeWorker, is_llm_executor=True
+        )
 
 
 def numbers(prompt: list[int], count: int, index: int = 0) -> list[int]:

@@ -185,7 +185,7 @@ def check(routes: Routes, request: FakeRequest, stop: int, shape: Shape) -> None
     positions = range(request.start, stop)
     assert routes.positions == positions
     absent = ["prefix" if p < request.prefix else "absent" for p in positions]
-    rows = [request.rows.get(p, Row(0, 0, why)) for p, why in zip(positions, absent, strict=True)]
+    rows = [request.rows.get(p, Row(0, -1, why)) for p, why in zip(positions, absent, strict=True)]
     causes = {p: row.cause for p, row in zip(positions, rows, strict=True) if row.cause != "captured"}
     assert {p: gap.cause for gap in routes.gaps for p in range(gap.start, gap.stop)} == causes
     assert routes.missing.tolist() == [row.cause != "captured" for row in rows]

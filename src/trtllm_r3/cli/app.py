@@ -18,7 +18,8 @@ app = typer.Typer(
     help="The experts that a rollout on TensorRT-LLM really took, row by row.",
 )
 
-_SAMPLING, _ENGINE = "Sampling (a line of the prompts may say otherwise)", "Engine (default: the engine's own)"
+_SAMPLING = "Sampling (a line of the prompts may say otherwise)"
+_ENGINE = "Engine (default: the engine's own)"
 
 
 def _sampling(text: str, *names: str, **more: Any) -> Any:
@@ -33,9 +34,9 @@ _File = {"exists": True, "dir_okay": False, "readable": True}
 _Dir = {"exists": True, "file_okay": False}
 Model = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint.", **_Dir)]
 Prompts = Annotated[
-    Path, typer.Option(help='One JSON object a line: {"prompt": ...} or {"prompt_token_ids": [...]}.', **_File)
+    Path, typer.Option(help='One JSON a line: {"prompt": ...} or {"prompt_token_ids": [...]}.', **_File)
 ]
-Out = Annotated[Path, typer.Option(help="Folder of the results; the same folder takes up an interrupted run.")]
+Out = Annotated[Path, typer.Option(help="Folder of the results; give it again to go on after a stop.")]
 InFlight = Annotated[int, typer.Option(help="Prompts that the engine has at once.", min=1)]
 ShardPrompts = Annotated[int, typer.Option(help="Prompts to a shard of routes.", min=1)]
 Answers = Annotated[int, _sampling("Answers to a prompt.", "--n", min=1)]
@@ -51,7 +52,8 @@ Chunked = Annotated[bool | None, _engine("Split long prompts.", "--chunked-prefi
 Overlap = Annotated[bool | None, _engine("Prepare a step while the last one runs.", "--overlap/--no-overlap")]
 Graphs = Annotated[bool | None, _engine("Replay recorded steps.", "--cuda-graphs/--no-cuda-graphs")]
 Reuse = Annotated[
-    bool, _engine("Reuse the KV of equal prefixes; their rows are -1 for now.", "--block-reuse/--no-block-reuse")
+    bool,
+    _engine("Reuse the KV of equal prefixes; their rows are -1 for now.", "--block-reuse/--no-block-reuse"),
 ]
 MaxBatchSize = Annotated[int | None, _engine("Most requests in a step.", min=1)]
 MaxNumTokens = Annotated[int | None, _engine("Most tokens in a step.", min=1)]

@@ -40,7 +40,6 @@ def rollout(
     single_process: bool,
 ) -> int:
     """`trtllm-r3 rollout`. Returns the exit code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if single_process:
         engine.in_this_process()
     try:
@@ -58,7 +57,7 @@ def rollout(
             return USAGE
         if llm.tokenizer is None:
             sampling = {**work.without_tokenizer(model), **sampling}
-        with _shut_down_after(llm), _progress(prompts) as progress:
+        with _shut_down_after(llm), _ended_like_ctrl_c(), _progress(prompts) as progress:
             job = work.Rollout(llm, folder, sampling, seed=seed, in_flight=in_flight, progress=progress)
             code = _run(job, prompts, work.vocabulary(model))
     _print_summary(job.summary, out)
@@ -73,8 +72,8 @@ def announced() -> engine.Engine:
         return name
     say(f"engine: {name}")
     say(
-        f"warning: {name} has not passed `trtllm-r3 selftest` here (that command does not exist yet), and this "
-        "package has not been run on stock TensorRT-LLM so far. Check routes before you train on them.",
+        f"warning: {name} has not passed `selftest` (which is not built yet), and this package has not been "
+        "run on stock TensorRT-LLM so far. Check routes before you train on them.",
         "yellow",
     )
     return name
@@ -122,6 +121,16 @@ def _shut_down_after(llm: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _ended_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM, as a batch system sends it, ends the run as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def _progress(prompts: Path) -> Iterator[work.Progress]:
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -159,6 +168,9 @@ def demo(out: Path | None, prompts: int, keep: bool) -> int:
     """`trtllm-r3 demo`. Returns the exit code."""
     from .demo import run_demo
 
+    if out is not None and out.exists() and any(out.iterdir()):
+        say(f"{out} is not empty: choose another --out", "red")
+        return USAGE
     announced()
     console = Console(highlight=False)
     with contextlib.ExitStack() as stack:

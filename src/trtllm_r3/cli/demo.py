@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -47,7 +46,7 @@ class Checked:
     row_bytes: int = 0
 
     def problems(self, allowed: set[str]) -> list[str]:
-        """Everything that is not as it has to be, in words; `allowed`: causes of missing rows that are fine."""
+        """What is not as it has to be, in words; `allowed`: causes of missing rows that are fine."""
         found = list(self.faults)
         if self.comparison.num_unexplained:
             found.append(f"{self.comparison.num_unexplained} (row, layer) pairs differ and are no tie")
@@ -55,11 +54,13 @@ class Checked:
             found.append(f"{self.comparison.num_ties} ties, more than 0.1 %")
         if not self.comparison.rows:
             found.append("no row was captured")
-        return found + [f"{n} rows missing: {cause}" for cause, n in self.causes.items() if cause not in allowed]
+        bad = {cause: n for cause, n in self.causes.items() if cause not in allowed}
+        return found + [f"{n} rows missing: {cause}" for cause, n in bad.items()]
 
 
 def run_demo(root: Path, count: int, console: Console) -> bool:
     """Everything, in an empty folder. Prints a table; False if a row is wrong or missing that must not be."""
+    root.mkdir(parents=True, exist_ok=True)
     with quiet():
         checkpoint = build_checkpoint(root / "model")
         prompts = root / "prompts.jsonl"
@@ -113,7 +114,8 @@ def _speed(llm: Any, prompts: Path, *, routes: bool) -> tuple[float, list[list[i
         outputs = llm.generate([line["prompt"] for line in lines], params, use_tqdm=False)
         seconds = time.perf_counter() - started
         answers = [list(o.outputs[0].token_ids) for o in outputs]
-        best = max(best, sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs) / seconds)
+        tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs)
+        best = max(best, tokens / seconds)
     return best, answers
 
 
@@ -152,7 +154,7 @@ def _finish(record: dict[str, Any]) -> str:
 
 
 def _table(passes: list[Checked], off: float, on: float) -> Table:
-    table = Table("", "no block reuse", "block reuse", title="rows against transformers", title_justify="left")
+    table = Table("", "no block reuse", "block reuse", title="against transformers", title_justify="left")
 
     def row(name: str, *values: Any) -> None:
         table.add_row(name, *map(str, values))
@@ -173,10 +175,3 @@ def _table(passes: list[Checked], off: float, on: float) -> Table:
 def _missing(checked: Checked) -> str:
     causes = ", ".join(f"{cause}: {n}" for cause, n in sorted(checked.causes.items()))
     return f"{checked.comparison.missing} ({causes})" if causes else str(checked.comparison.missing)
-
-
-def quickstart_model(path: Path | str | None = None) -> str:
-    """The demo's checkpoint in a folder of its own, with the stand-in ready where it is needed."""
-    engine.choose()
-    os.environ.setdefault("TLLM_LOG_LEVEL", "error")
-    return build_checkpoint(path or "model")

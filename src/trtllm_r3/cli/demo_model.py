@@ -6,6 +6,7 @@ All text is that of Python's own help pages, which ship with it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import random
 import re
@@ -36,7 +37,7 @@ _CONFIG: dict[str, Any] = {
 
 
 def build_checkpoint(path: Path | str, seed: int = 0) -> str:
-    """Random weights and a trained tokenizer in `path`, as `save_pretrained` writes them. Returns the path."""
+    """Random weights and a trained tokenizer, as `save_pretrained` writes them. Returns the path."""
     tokenizer = build_tokenizer()
     with quiet():
         model = _model(seed, tokenizer.eos_token_id)
@@ -46,21 +47,20 @@ def build_checkpoint(path: Path | str, seed: int = 0) -> str:
 
 
 def _model(seed: int, end: int) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = Qwen3MoeConfig(**_CONFIG, eos_token_id=end, pad_token_id=end, bos_token_id=None)
-        model = Qwen3MoeForCausalLM(config).eval()
+        config = _transformers().Qwen3MoeConfig(
+            **_CONFIG, eos_token_id=end, pad_token_id=end, bos_token_id=None
+        )
+        model = _transformers().Qwen3MoeForCausalLM(config).eval()
     with torch.no_grad():
-        model.lm_head.weight[end] *= 2  # so that some answers end by themselves
+        model.lm_head.weight[end] *= 1.7  # so that some answers end by themselves
     return model
 
 
 def build_tokenizer() -> Any:
     """A byte-level BPE of `VOCAB` tokens, trained on the help pages, as transformers wraps it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -72,7 +72,7 @@ def build_tokenizer() -> Any:
         show_progress=False,
     )
     inner.train_from_iterator(help_pages(), trainer)
-    return PreTrainedTokenizerFast(
+    return _transformers().PreTrainedTokenizerFast(
         tokenizer_object=inner, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
     )
 
@@ -101,11 +101,10 @@ def write_prompts(path: Path, count: int, checkpoint: str, seed: int = 0) -> Non
 
     A third of them end at stop tokens, a third at stop strings, all at the end token or by length.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = _transformers().AutoTokenizer.from_pretrained(checkpoint)
     strings, rng = lone_characters(tokenizer), random.Random(seed)
-    endings: list[dict[str, Any]] = [{}, {"stop_token_ids": rng.sample(range(256, VOCAB), 12)}, {"stop": strings}]
+    tokens = rng.sample(range(256, VOCAB), 16)
+    endings: list[dict[str, Any]] = [{}, {"stop_token_ids": tokens}, {"stop": strings}]
     with path.open("w", encoding="utf-8") as file:
         for i, prompt in enumerate(_prompts(rng, count)):
             sampling = {"temperature": 1.0, "max_tokens": rng.randint(8, 40), **endings[i % 3]}
@@ -124,19 +123,23 @@ def lone_characters(tokenizer: Any) -> list[str]:
     """Characters that are in one token only, so that the engine sees a stop string where the text has it."""
     texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
     printable = map(chr, range(33, 127))
-    return [c for c in printable if sum(c in text for text in texts) == 1][:8]
+    return [c for c in printable if sum(c in text for text in texts) == 1][:24]
+
+
+def _transformers() -> Any:
+    return importlib.import_module("transformers")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without transformers' progress bars and advice."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
+    logging = _transformers().utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
-        logging.enable_progress_bar()
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

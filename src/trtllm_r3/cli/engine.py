@@ -86,7 +86,7 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
         "max_num_tokens": options.max_num_tokens,
         "max_seq_len": options.max_seq_len,
     }
-    arguments = {name: value for name, value in given.items() if value is not None}
+    arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     cache = {"enable_block_reuse": options.block_reuse, "max_tokens": options.kv_tokens}
     arguments["kv_cache_config"] = api.KvCacheConfig(**cache)
     moe = {"backend": options.moe_backend, "max_num_tokens": options.moe_max_num_tokens}

@@ -49,7 +49,8 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
 
 
 def _strings(value: Any) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(s, str) and s for s in value))
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) and text for text in texts)
 
 
 def _boolean(value: Any) -> bool:
@@ -65,7 +66,7 @@ _SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_k": (_integer(0), "a whole number, 0 or more"),
     "temperature": (_number(0, float("inf")), "a number, 0 or more"),
     "top_p": (_number(0, 1), "a number from 0 to 1"),
-    "stop": (_strings, "a string or a list of strings"),
+    "stop": (_strings, "a string or a list of strings, none of them empty"),
     "stop_token_ids": (_integers, "a list of token ids"),
     "end_id": (_integer(-1), "a token id, or -1 for none"),
     "ignore_eos": (_boolean, "true or false"),
@@ -108,7 +109,7 @@ def _parse(line: int, raw: bytes, vocab_size: int | None) -> Prompt:
     unknown = [name for name in record if name not in _FIELDS]
     if unknown:
         raise ValueError(
-            f'unknown field {unknown[0]!r}; known are {", ".join(_FIELDS)} (put fields of your own under "meta")'
+            f"unknown field {unknown[0]!r}; known are {', '.join(_FIELDS)} (fields of your own go into meta)"
         )
     if type(record.get("id")) not in (type(None), str, int):
         raise ValueError("id must be a string or a whole number")

@@ -8,6 +8,7 @@ as well; the reference is then run again with the engine's choice at that one pl
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +85,8 @@ class Reference:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(
+        transformers: Any = importlib.import_module("transformers")
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             str(checkpoint), dtype=torch.float32, attn_implementation="eager"
         ).eval()
 
@@ -111,7 +111,7 @@ class Reference:
 
 
 class _Forced(TorchFunctionMode):
-    """Each router calls `torch.topk` once a forward, layer by layer: the place to have it choose other ids."""
+    """Each router calls `torch.topk` once a forward, layer by layer: there it is told what to choose."""
 
     def __init__(self, forced: Mapping[Place, torch.Tensor]) -> None:
         super().__init__()

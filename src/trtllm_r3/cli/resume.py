@@ -1,4 +1,4 @@
-"""Takes up an interrupted run: whose folder it is, which prompts are finished, what a crash left half done."""
+"""Takes up an interrupted run: whose folder it is, what is finished, what a crash left half done."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def recover(path: Path) -> tuple[dict[int, str], int]:
             shard.unlink()
     gone = sorted(name for name in used if not (path / name).exists())
     if gone:
-        raise RunRefused(f"{path / gone[0]} is gone, {ROLLOUTS} refers to it: put it back or choose another --out")
+        raise RunRefused(f"{path / gone[0]} is gone, {ROLLOUTS} needs it: put it back or choose another")
     finished = {group[0]["line"]: group[0]["digest"] for group in groups}
     return finished, max(map(shard_number, used), default=-1) + 1
 

@@ -1,9 +1,9 @@
 """The output folder of a rollout: crash-safe, resumable, readable with json and safetensors alone.
 
-    run.json                    what the folder was made with; another model or other sampling is refused
-    rollouts.jsonl              one line an answer, appended only after the shard that it refers to is on disk
-    routes-00000.safetensors    one int16 tensor [T, L, K] an answer; layers, start and gaps in the metadata
-    errors.jsonl                lines of the prompts that could not run, of the latest run only
+run.json                    what the folder was made with; another model or other sampling is refused
+rollouts.jsonl              one line an answer, appended only after the shard that it refers to is on disk
+routes-00000.safetensors    one int16 tensor [T, L, K] an answer; layers, start and gaps in the metadata
+errors.jsonl                lines of the prompts that could not run, of the latest run only
 """
 
 from __future__ import annotations

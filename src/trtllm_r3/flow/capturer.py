@@ -104,8 +104,12 @@ class RouteCapturer:
 
     def enter(self, layer: int, logits: torch.Tensor, local_rows: int) -> None:
         """A MoE layer starts. `logits` [N, E]: those its chunks are views of."""
+        first = self._visited[0] if self._visited else layer
+        if self._open and layer == first and len(self._visited) > 1:  # the last pass ended early
+            self.routes_RLK.fill_(self.poison)
+            self._open = False
         # A pass that has closed is followed by one that begins with the same layer, or by a layer run again.
-        again = layer in self._visited if self._open else bool(self._visited) and layer != self._visited[0]
+        again = layer in self._visited if self._open else layer != first
         if not self._open:
             self._open_pass()
         self._visited.append(layer)

@@ -49,7 +49,7 @@ def pack(
         "layers": list(moe_layer_ids),
         "experts": num_experts,
         "gaps": gaps,
-        "versions": runs(epochs, start),
+        "versions": [run for run in runs(epochs, start) if run[2] >= 0],
         "counters": dict(counters),
     }
     return Payload(torch.from_numpy(rows_TLK), _tensor(meta))

@@ -94,14 +94,18 @@ class PerRequestRouteStore:
         self._cause[at] = Cause.ABSENT
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Rows, Causes, npt.NDArray[np.int32]]:
-        """(ids [T, L, K], causes [T], epochs [T]) of positions [start, stop); always stop - start rows."""
+        """(ids [T, L, K], causes [T], epochs [T]) of positions [start, stop); always stop - start rows.
+
+        A position that was never computed has the epoch -1.
+        """
         rows_TLK = np.full((stop - start, self.layers, self.top_k), mark(0, self.top_k), self.dtype)
-        causes, epochs = np.zeros(stop - start, np.uint8), np.zeros(stop - start, np.int32)
+        causes, epochs = np.zeros(stop - start, np.uint8), np.empty(stop - start, np.int32)
         at = self._known(slot, start, stop)
         self._packed(rows_TLK)[: len(at)] = self._arena[at]
         causes[: len(at)] = self._cause[at]
         epochs[: len(at)] = self._epoch[at]
-        rows_TLK[causes == Cause.ABSENT] = mark(0, self.top_k)
+        absent = causes == Cause.ABSENT
+        rows_TLK[absent], epochs[absent] = mark(0, self.top_k), -1
         return rows_TLK, causes, epochs
 
     def _packed(self, rows_NLK: Rows) -> Rows:

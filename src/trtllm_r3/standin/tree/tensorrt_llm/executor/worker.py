@@ -149,33 +149,16 @@ def worker_main(
     """
     del tracer_init_kwargs
     mpi_comm().barrier()
-    if llm_args is not None and llm_args.env_overrides:
-        os.environ.update(llm_args.env_overrides)
-    logger_debug(f"Worker {mpi_rank()} entering worker_main...")
-    if _torch_model_class_mapping:
-        from .._torch.models.modeling_utils import MODEL_CLASS_MAPPING
-
-        MODEL_CLASS_MAPPING.update(_torch_model_class_mapping)
-    logger.set_level(log_level)
+    _prepare_process(log_level, _torch_model_class_mapping, llm_args)
     queues = _Queues(worker_queues)
     mpi_comm().barrier()
+    what = (engine, executor_config, batched_logits_processor, postproc_worker_config)
     try:
-        worker = worker_cls(
-            engine,
-            executor_config,
-            batched_logits_processor,
-            postproc_worker_config=postproc_worker_config,
-            is_llm_executor=is_llm_executor,
-            hf_model_dir=hf_model_dir,
-            tokenizer=tokenizer,
-            llm_args=llm_args,
-        )
+        worker = worker_cls(*what, is_llm_executor, hf_model_dir, tokenizer, llm_args)
     except Exception as error:
         logger.error(f"failed to initialize the executor on rank {mpi_rank()}: {traceback.format_exc()}")
         queues.init_status.put((_picklable(error), traceback.format_exc()))
         return
-    if os.getenv("TRTLLM_WORKER_DISABLE_GC", "0") == "1":
-        gc.disable()
     with worker:
         try:
             worker.block_subordinates()
@@ -185,6 +168,22 @@ def worker_main(
             _serve(worker, queues.requests)
         finally:
             queues.tell_proxy_to_quit(worker)
+
+
+def _prepare_process(
+    log_level: str, model_classes: dict[str, Any] | None, llm_args: TorchLlmArgs | None
+) -> None:
+    """Environment, log level, garbage collection, and the caller's own model classes."""
+    if llm_args is not None and llm_args.env_overrides:
+        os.environ.update(llm_args.env_overrides)
+    logger.set_level(log_level)
+    logger_debug(f"Worker {mpi_rank()} entering worker_main...")
+    if model_classes:
+        from .._torch.models.modeling_utils import MODEL_CLASS_MAPPING
+
+        MODEL_CLASS_MAPPING.update(model_classes)
+    if os.getenv("TRTLLM_WORKER_DISABLE_GC", "0") == "1":
+        gc.disable()
 
 
 class _Queues:

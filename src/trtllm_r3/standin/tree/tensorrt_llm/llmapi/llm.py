@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from .._utils import steady_clock_now
 from ..disaggregated_params import DisaggregatedParams
-from ..executor import GenerationExecutor, IterationResult, PostprocParams, PostprocWorkerConfig
+from ..executor import GenerationExecutor, IterationResult, PostprocParams
 from ..inputs import PromptInputs, create_input_processor, get_cache_salt_id, prompt_inputs
 from ..logger import logger
 from ..sampling_params import SamplingParams
 from .llm_args import TorchLlmArgs
 from .llm_args_check import check_prompt_fits, check_request_options, check_request_supported, check_supported
 from .llm_utils import ClosedAtExit, item_at, load_json, needs_words
-from .mpi_session import MpiSession, external_mpi_comm_available
+from .mpi_session import MpiSession
 from .progress import progress
 from .request_output import RequestOutput
 from .tokenizer import TokenizerBase, load_hf_tokenizer
@@ -27,6 +27,14 @@ __all__ = ["LLM", "BaseLLM", "RequestOutput"]
 
 class BaseLLM(ClosedAtExit):
     """An engine and the way to it. ValueError for unknown options and those that cannot be honoured."""
+
+    args: Any = None
+    mpi_session: MpiSession | None = None
+    _executor: Any = None
+    _tokenizer: TokenizerBase | None = None
+    _hf_model_dir: Path | None = None
+    _hf_model_config: SimpleNamespace | None = None
+    _generation_config: SimpleNamespace | None = None
 
     def __init__(
         self,
@@ -41,34 +49,21 @@ class BaseLLM(ClosedAtExit):
         tokenizer_revision: str | None = None,
         **kwargs: Any,
     ) -> None:
-        self._executor: Any = None
-        self.mpi_session: MpiSession | None = None
         self._executor_cls = kwargs.pop("executor_cls", GenerationExecutor)
-        llm_args_cls = TorchLlmArgs
-        valid_keys = {*llm_args_cls.model_fields, "_mpi_session", "backend"}
-        for key in kwargs:
-            if key not in valid_keys:
-                raise ValueError(f"{type(self).__name__} got invalid argument: {key}")
-        self.args: Any = llm_args_cls.from_kwargs(
-            model=model,
-            tokenizer=tokenizer,
-            tokenizer_mode=tokenizer_mode,
-            skip_tokenizer_init=skip_tokenizer_init,
-            trust_remote_code=trust_remote_code,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            revision=revision,
-            tokenizer_revision=tokenizer_revision,
-            **kwargs,
-        )
-        if self.args.env_overrides:
-            os.environ.update(self.args.env_overrides)
+        kwargs |= {
+            "model": model,
+            "tokenizer": tokenizer,
+            "tokenizer_mode": tokenizer_mode,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "trust_remote_code": trust_remote_code,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "revision": revision,
+            "tokenizer_revision": tokenizer_revision,
+        }
+        self.args = self._parse_args(kwargs)
         self.mpi_session = self.args.mpi_session
-        self._tokenizer: TokenizerBase | None = None
         self.input_processor = create_input_processor(None, None)
-        self._hf_model_dir: Path | None = None
-        self._hf_model_config: SimpleNamespace | None = None
-        self._generation_config: SimpleNamespace | None = None
         try:
             self._build_model()
         except Exception:
@@ -76,6 +71,16 @@ class BaseLLM(ClosedAtExit):
                 self.mpi_session.shutdown()
             raise
         self._close_at_exit()
+
+    def _parse_args(self, options: dict[str, Any]) -> Any:
+        """The options as one object; sets the environment that they ask for."""
+        for name in options:
+            if name not in {*TorchLlmArgs.model_fields, "_mpi_session", "backend"}:
+                raise ValueError(f"{type(self).__name__} got invalid argument: {name}")
+        args = TorchLlmArgs.from_kwargs(**options)
+        if args.env_overrides:
+            os.environ.update(args.env_overrides)
+        return args
 
     def generate(
         self,
@@ -106,9 +111,10 @@ class BaseLLM(ClosedAtExit):
             "scheduling_params": scheduling_params,
             "cache_salt": cache_salt,
         }
+        each = [item_at(options, i) for i in range(len(prompts))]
         futures = [
-            self.generate_async(prompt, streaming=False, **item_at(options, i))
-            for i, prompt in enumerate(prompts)
+            self.generate_async(prompt, streaming=False, **own)
+            for prompt, own in zip(prompts, each, strict=True)
         ]
         for future in progress(futures, "Processed requests", use_tqdm):
             future.result()
@@ -234,10 +240,10 @@ class BaseLLM(ClosedAtExit):
 
     def shutdown(self) -> None:
         """End the engine and its process. Requests in flight are cancelled."""
-        executor, self._executor = getattr(self, "_executor", None), None
+        executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown()
-        session, self.mpi_session = getattr(self, "mpi_session", None), None
+        session, self.mpi_session = self.mpi_session, None
         if session is not None:
             session.shutdown()
 
@@ -269,18 +275,13 @@ class _TorchLLM(BaseLLM):
         self.input_processor = create_input_processor(
             self._hf_model_dir, self._tokenizer, self.args.checkpoint_format
         )
-        world_size = self.args.parallel_config.world_size
         self._executor = self._executor_cls.create(
             None,
             executor_config=None,
             batched_logits_processor=self.args.batched_logits_processor,
-            model_world_size=world_size,
+            model_world_size=self.args.parallel_config.world_size,
             mpi_session=self.mpi_session,
-            reuse_mpi_comm=external_mpi_comm_available(world_size),
             return_logits=self.args.gather_generation_logits,
-            postproc_worker_config=PostprocWorkerConfig(
-                self.args.num_postprocess_workers, self.args.postprocess_tokenizer_dir
-            ),
             is_llm_executor=True,
             hf_model_dir=self._hf_model_dir,
             tokenizer=self.tokenizer,

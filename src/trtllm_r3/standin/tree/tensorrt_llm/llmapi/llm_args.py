@@ -1,12 +1,10 @@
 """All options of an engine, as one checked object that travels to the worker."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Literal, Optional, Union
 
 from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr, field_validator, model_validator
 
-from ..mapping import Mapping
 from .llm_configs import (
     AttentionDpConfig,
     CapacitySchedulerPolicy,
@@ -25,6 +23,7 @@ from .llm_configs import (
     SchedulerConfig,
     StrictBaseModel,
     TorchCompileConfig,
+    _ParallelConfig,
 )
 from .tokenizer import tokenizer_factory
 
@@ -49,45 +48,6 @@ __all__ = [
     "TorchCompileConfig",
     "TorchLlmArgs",
 ]
-
-
-@dataclass
-class _ParallelConfig:
-    """Sizes of the parallel groups."""
-
-    tp_size: int = 1
-    pp_size: int = 1
-    cp_size: int = 1
-    gpus_per_node: int = 8
-    moe_cluster_size: int = -1
-    moe_tp_size: int = -1
-    moe_ep_size: int = -1
-    enable_attention_dp: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.tp_size * self.pp_size * self.cp_size
-
-    @property
-    def is_multi_gpu(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.world_size > 1
-
-    def to_mapping(self, rank: int = 0) -> Mapping:
-        """The mapping of one rank."""
-        return Mapping(
-            self.world_size,
-            rank,
-            self.gpus_per_node,
-            cp_size=self.cp_size,
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            moe_cluster_size=self.moe_cluster_size,
-            moe_tp_size=self.moe_tp_size,
-            moe_ep_size=self.moe_ep_size,
-            enable_attention_dp=self.enable_attention_dp,
-        )
 
 
 class BaseLlmArgs(StrictBaseModel):
@@ -172,6 +132,14 @@ class BaseLlmArgs(StrictBaseModel):
     def __getstate__(self) -> Dict[Any, Any]:
         state = super().__getstate__()
         return {**state, "__dict__": {**state["__dict__"], "mpi_session": None}}
+
+    @model_validator(mode="after")
+    def set_default_sizes(self) -> "BaseLlmArgs":
+        """None means the default."""
+        for name in ("max_batch_size", "max_input_len", "max_beam_width", "max_num_tokens"):
+            if getattr(self, name) is None:
+                self.__dict__[name] = type(self).model_fields[name].default
+        return self
 
     @model_validator(mode="after")
     def validate_parallel_config(self) -> "BaseLlmArgs":

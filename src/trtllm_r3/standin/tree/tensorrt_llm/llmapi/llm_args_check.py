@@ -36,7 +36,7 @@ _ENGINE: Mapping[str, tuple[Any, ...]] = {
     "num_postprocess_workers": (0,),
     "postprocess_tokenizer_dir": (None,),
     "attention_dp_config": (None,),
-    "enable_iter_req_stats": (False,),
+    "request_stats_max_iterations": (None,),
     "perf_metrics_max_requests": (0,),
     "enable_layerwise_nvtx_marker": (False,),
     "reasoning_parser": (None,),

@@ -2,11 +2,13 @@
 
 import enum
 import math
+from dataclasses import dataclass
 from typing import Any, Dict, List, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from ..bindings import executor as tllme
+from ..mapping import Mapping
 
 
 class StrictBaseModel(BaseModel):
@@ -190,3 +192,42 @@ class LoadFormat(enum.Enum):
     AUTO = 0
     DUMMY = 1
     VISION_ONLY = 2
+
+
+@dataclass
+class _ParallelConfig:
+    """Sizes of the parallel groups."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_size: int = 1
+    gpus_per_node: int = 8
+    moe_cluster_size: int = -1
+    moe_tp_size: int = -1
+    moe_ep_size: int = -1
+    enable_attention_dp: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def is_multi_gpu(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.world_size > 1
+
+    def to_mapping(self, rank: int = 0) -> Mapping:
+        """The mapping of one rank."""
+        return Mapping(
+            self.world_size,
+            rank,
+            self.gpus_per_node,
+            cp_size=self.cp_size,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            moe_cluster_size=self.moe_cluster_size,
+            moe_tp_size=self.moe_tp_size,
+            moe_ep_size=self.moe_ep_size,
+            enable_attention_dp=self.enable_attention_dp,
+        )

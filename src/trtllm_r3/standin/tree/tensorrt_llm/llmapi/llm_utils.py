@@ -48,7 +48,10 @@ class ClosedAtExit:
 
 
 def item_at(options: dict[str, Any], position: int) -> dict[str, Any]:
-    """The options of one prompt: of a list its entry, else the one value for all."""
+    """The options of one prompt: of a list its entry (ValueError if it is too short), else the one value."""
+    short = [name for name, value in options.items() if isinstance(value, list) and len(value) <= position]
+    if short:
+        raise ValueError(f"{short[0]} has {len(options[short[0]])} entries, fewer than there are prompts")
     return {name: value[position] if isinstance(value, list) else value for name, value in options.items()}
 
 

@@ -1,123 +1,157 @@
-"""Captures and replays the decode step of the engine, one graph per batch size."""
+"""Generation steps recorded once per batch size and replayed: CUDA graphs on a GPU, recordings on CPU."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .cpu_graph import CpuGraph, CpuGraphPool
+from ..device import get_device
+from .cpu_graph import CpuGraph
+from .kv_cache_manager import KVCacheManager
+from .llm_request import LlmRequest
+from .resource_manager import ResourceManagerType
+from .streams import on_cuda
+
+if TYPE_CHECKING:
+    from .resource_manager import ResourceManager
+    from .scheduler import ScheduledRequests
 
 CUDA_GRAPH_DUMMY_REQUEST_ID = (1 << 64) - 1
-"""Request id of the dummy that fills batches up."""
+KeyType = tuple[int, int, bool]  # batch size, draft length, first draft
+Inputs = dict[str, Any]
 
-KeyType: TypeAlias = tuple[int, int, bool, bool]
-"""(batch size, draft tokens, first draft, short sequences): all but the first are constant here."""
+
+@dataclass(frozen=True)
+class CUDAGraphRunnerConfig:
+    """What the runner needs to know of the engine; no graphs without batch sizes."""
+
+    cuda_graph_batch_sizes: tuple[int, ...]
+    cuda_graph_padding_enabled: bool
+    batch_size: int
 
 
 class CUDAGraphRunner:
-    """Graphs of an engine for batches that only decode, all in one memory pool.
+    """One graph per batch size, all in one memory pool, each with attention metadata of its own.
 
-    `supported_batch_sizes` are those of the engine, ascending. `graph_metadata[key]["attn_metadata"]` is what
-    the engine must fill before `capture` and `replay` of a key; `graph_outputs[key]` is what they return.
+    A result is valid until the next replay.
     """
 
     WARMUP_STEPS = 2
 
-    def __init__(self, engine: Any) -> None:
-        self.engine_ref = weakref.ref(engine)
-        config = engine.llm_args.cuda_graph_config
-        sizes = [] if config is None else list(engine._cuda_graph_batch_sizes)
-        self.supported_batch_sizes: list[int] = sizes
-        self.max_supported_batch_size = max(sizes, default=0)
-        self.enabled = bool(sizes)
-        self.padding_enabled = self.enabled and bool(config.enable_padding)
+    def __init__(self, config: CUDAGraphRunnerConfig) -> None:
+        self.config = config
+        self.supported_batch_sizes = sorted(config.cuda_graph_batch_sizes)
+        self.enabled = bool(self.supported_batch_sizes)
+        self.max_supported_batch_size = max(self.supported_batch_sizes, default=0)
         self.graphs: dict[KeyType, Any] = {}
         self.graph_outputs: dict[KeyType, Any] = {}
-        self.graph_metadata: dict[KeyType, dict[str, Any]] = {}
+        self.graph_metadata: dict[KeyType, Any] = {}
         self.memory_pool: Any = None
-        self.padding_dummy_request: Any = None
-        self.shared_static_tensors = _static_tensors(self.max_supported_batch_size, engine.device)
+        self.padding_dummy_request: LlmRequest | None = None
+        self.shared_static_tensors = self._create_shared_static_tensors()
 
-    def get_graph_key(self, batch: Any) -> KeyType:
-        """The key of a batch, supported or not."""
-        return (len(batch.generation_requests), 0, False, False)
-
-    def maybe_get_cuda_graph(self, batch: Any) -> KeyType | None:
-        """The key of the graph for a batch, with its metadata made; None if the batch must run eagerly.
-
-        That is: graphs are off, the batch is empty or has prompts in it, or its size is not supported.
-        """
-        key = self.get_graph_key(batch)
-        if not self.enabled or batch.context_requests or key[0] not in self.supported_batch_sizes:
-            return None
-        if key not in self.graph_metadata:
-            metadata = self._engine().attn_metadata.create_cuda_graph_metadata(key[0])
-            self.graph_metadata[key] = {"attn_metadata": metadata, "spec_metadata": None}
-        return key
-
-    def needs_capture(self, key: KeyType) -> bool:
-        """Whether there is no graph of this key yet."""
-        return key not in self.graph_outputs
+    def _create_shared_static_tensors(self) -> dict[str, torch.Tensor]:
+        size = self.max_supported_batch_size
+        with torch.inference_mode(False):
+            return {
+                "input_ids": torch.ones(size, dtype=torch.int32, device=get_device()),
+                "position_ids": torch.zeros(1, size, dtype=torch.int32, device=get_device()),
+            }
 
     def get_graph_pool(self) -> Any:
-        """The memory pool of all graphs, None before the first capture."""
+        """The memory that all graphs share, None before the first one."""
         return self.memory_pool
 
-    def capture(
-        self, key: KeyType, forward_fn: Callable[[dict[str, Any]], Any], initial_inputs: dict[str, Any]
-    ) -> None:
-        """Run `forward_fn(inputs)` twice, then record it.
+    def maybe_get_cuda_graph(
+        self, batch: ScheduledRequests, attn_metadata: Any
+    ) -> tuple[Any, KeyType | None]:
+        """Metadata and key of the batch's graph, (None, None) if it has to run eagerly."""
+        if not (self.enabled and batch.can_run_cuda_graph and batch.batch_size in self.supported_batch_sizes):
+            return None, None
+        key = (batch.batch_size, 0, False)
+        if key not in self.graph_metadata:
+            self.graph_metadata[key] = attn_metadata.create_cuda_graph_metadata(batch.batch_size)
+        return self.graph_metadata[key], key
 
-        `initial_inputs` has `input_ids` int32 `[B]`, `position_ids` int32 `[1, B]` and what else the forward
-        takes; `forward_fn` gets it with the ids and positions in static buffers.
-        """
-        inputs = {**initial_inputs, **self._fill_static_tensors(key, initial_inputs)}
-        metadata = inputs.setdefault("attn_metadata", self._metadata(key))
-        self.graph_metadata[key] = {"attn_metadata": metadata, "spec_metadata": None}
+    def needs_capture(self, key: KeyType) -> bool:
+        """Whether this graph has not been recorded."""
+        return key not in self.graph_outputs
+
+    def capture(self, key: KeyType, forward_fn: Callable[[Inputs], Any], initial_inputs: Inputs) -> None:
+        """Run a step eagerly a few times, then record it."""
+        inputs = {**initial_inputs, **self._fill(key, initial_inputs)}
         for _ in range(self.WARMUP_STEPS):
             forward_fn(inputs)
-        graph, capturing = self._new_graph()
-        with capturing:
-            output = forward_fn(inputs)
+        self.graphs.pop(key, None)
+        graph, output = self._record(forward_fn, inputs)
         self.graphs[key], self.graph_outputs[key] = graph, output
         self.memory_pool = graph.pool()
 
-    def replay(self, key: KeyType, current_inputs: dict[str, Any]) -> Any:
-        """Run the graph of a key on `current_inputs`; the output is valid until the next replay.
+    def _record(self, forward_fn: Callable[[Inputs], Any], inputs: Inputs) -> tuple[Any, Any]:
+        if on_cuda():
+            cuda_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(cuda_graph, pool=self.memory_pool):
+                output = forward_fn(inputs)
+            return cuda_graph, output
+        graph = CpuGraph(self.memory_pool)
+        with graph.record(_host_tensors(inputs["attn_metadata"])):
+            output = forward_fn(inputs)
+        return graph, graph.weak(output)
 
-        KeyError without a graph. ValueError if the inputs do not fit it or come with metadata of their own.
-        """
-        graph, metadata = self.graphs[key], self._metadata(key)
-        if current_inputs.get("attn_metadata", metadata) is not metadata:
-            raise ValueError(f"attn_metadata is not the one that the graph {key} was captured with")
-        self._fill_static_tensors(key, current_inputs)
-        graph.replay()
+    def replay(self, key: KeyType, current_inputs: Inputs) -> Any:
+        """Run the recorded step on new inputs. AssertionError if the metadata is not the graph's own."""
+        assert current_inputs["attn_metadata"] is self.graph_metadata[key]
+        self._fill(key, current_inputs)
+        self.graphs[key].replay()
         return self.graph_outputs[key]
+
+    def _fill(self, key: KeyType, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """Copy ids and positions to where the graph reads them; these places."""
+        static = {name: tensor[..., : key[0]] for name, tensor in self.shared_static_tensors.items()}
+        for name, place in static.items():
+            place.copy_(inputs[name], non_blocking=True)
+        return static
 
     @contextlib.contextmanager
     def pad_batch(
-        self, scheduled_requests: Any, resource_manager: Any, runtime_draft_len: int = 0
-    ) -> Iterator[Any]:
-        """Within, decode requests are filled up to the next supported size where that is possible.
-
-        The same dummy request is appended as often as needed.
-        """
-        requests = scheduled_requests.generation_requests
-        padding = self._get_padded_batch(scheduled_requests, resource_manager)
-        size = len(requests)
-        requests.extend([self.padding_dummy_request] * padding)
+        self, batch: ScheduledRequests, resource_manager: ResourceManager
+    ) -> Iterator[ScheduledRequests]:
+        """Within, the batch is filled up to a recorded size with one dummy, repeated."""
+        size = self._get_padding(batch)
+        manager = resource_manager.get_resource_manager(ResourceManagerType.KV_CACHE_MANAGER)
+        if not size or manager.get_num_free_blocks() < 1:
+            yield batch
+            return
+        dummy = self.padding_dummy_request = self._take_dummy(manager)
+        batch.generation_requests.extend([dummy] * size)
         try:
-            yield scheduled_requests
+            yield batch
         finally:
-            del requests[size:]
+            del batch.generation_requests[-size:]
+            manager.free_resources(dummy)
+
+    def _get_padding(self, batch: ScheduledRequests) -> int:
+        size = batch.batch_size
+        if not (
+            self.enabled and self.config.cuda_graph_padding_enabled and size and batch.can_run_cuda_graph
+        ):
+            return 0
+        place = bisect.bisect_left(self.supported_batch_sizes, size)
+        padded = self.supported_batch_sizes[place] if place < len(self.supported_batch_sizes) else 0
+        return max(padded - size, 0) if padded <= self.config.batch_size else 0
+
+    def _take_dummy(self, manager: KVCacheManager) -> LlmRequest:
+        (dummy,) = manager.add_dummy_requests([CUDA_GRAPH_DUMMY_REQUEST_ID], is_gen=True)
+        dummy.is_cuda_graph_dummy = True
+        return dummy
 
     def clear(self) -> None:
-        """Drop all graphs, their outputs, metadata and memory, and the dummy request."""
+        """Release all graphs and their memory."""
         for graph in self.graphs.values():
             graph.reset()
         self.graphs.clear()
@@ -126,64 +160,13 @@ class CUDAGraphRunner:
         self.padding_dummy_request = None
         self.memory_pool = None
 
-    def _get_padded_batch(self, batch: Any, resource_manager: Any) -> int:
-        """How many dummies to append, 0 if the batch is to stay as it is."""
-        size, engine = len(batch.generation_requests), self._engine()
-        if not self.padding_enabled or batch.context_requests or not size:
-            return 0
-        padded = self._round_up_batch_size(size)
-        if padded <= size or padded > engine.batch_size:
-            return 0
-        if self.padding_dummy_request is None:
-            manager = resource_manager.get_resource_manager(engine.kv_cache_manager_key)
-            self.padding_dummy_request = _dummy_request(manager)
-        return 0 if self.padding_dummy_request is None else padded - size
 
-    def _round_up_batch_size(self, batch_size: int) -> int:
-        """The smallest supported size that holds the batch, 0 if there is none."""
-        index = bisect.bisect_left(self.supported_batch_sizes, batch_size)
-        return self.supported_batch_sizes[index] if index < len(self.supported_batch_sizes) else 0
-
-    def _new_graph(self) -> tuple[Any, contextlib.AbstractContextManager[Any]]:
-        """A graph in the shared pool, and the context to record it in."""
-        if torch.device(self._engine().device).type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            return graph, torch.cuda.graph(graph, pool=self.memory_pool)
-        recording = CpuGraph(self.memory_pool or CpuGraphPool())
-        return recording, recording.capture()
-
-    def _fill_static_tensors(self, key: KeyType, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The static buffers of a key, with the inputs in them."""
-        static = {name: buffer[..., : key[0]] for name, buffer in self.shared_static_tensors.items()}
-        for name, buffer in static.items():
-            if inputs[name].shape != buffer.shape:
-                raise ValueError(f"{name} {tuple(inputs[name].shape)} does not fit the graph {key}")
-            buffer.copy_(inputs[name], non_blocking=True)
-        return static
-
-    def _metadata(self, key: KeyType) -> Any:
-        return self.graph_metadata.get(key, {}).get("attn_metadata")
-
-    def _engine(self) -> Any:
-        engine = self.engine_ref()
-        if engine is None:
-            raise RuntimeError("the engine of these graphs is gone")
-        return engine
-
-
-def _static_tensors(max_tokens: int, device: Any) -> dict[str, torch.Tensor]:
-    """Inputs that all graphs read, sliced to their size."""
-    with torch.inference_mode(False):
-        return {
-            "input_ids": torch.ones(max_tokens, dtype=torch.int32, device=device),
-            "position_ids": torch.zeros(1, max_tokens, dtype=torch.int32, device=device),
-        }
-
-
-def _dummy_request(kv_cache_manager: Any) -> Any:
-    """A request to pad with, None if the cache has no block for it."""
-    requests = kv_cache_manager.add_dummy_requests([CUDA_GRAPH_DUMMY_REQUEST_ID], is_gen=True)
-    if not requests:
-        return None
-    requests[0].is_cuda_graph_dummy = True
-    return requests[0]
+def _host_tensors(attn_metadata: Any) -> list[torch.Tensor]:
+    """What the metadata keeps on the host also where a GPU is."""
+    tensors = getattr(attn_metadata, "tensors", None)
+    found = [
+        attn_metadata.seq_lens,
+        getattr(tensors, "host_seq_lens", None),
+        getattr(tensors, "host_kv_lens", None),
+    ]
+    return [tensor for tensor in found if tensor is not None]

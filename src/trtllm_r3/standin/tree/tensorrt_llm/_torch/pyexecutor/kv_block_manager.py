@@ -15,7 +15,8 @@ class OutOfBlocks(RuntimeError):
 class KvSequence:
     """Blocks of one request: `num_tokens` slots are in use, `scope` keys its content.
 
-    `computed` leading tokens have their KV in the blocks once the launched steps are done.
+    `computed` leading tokens have their KV in the blocks once the launched steps are done. After a reset of
+    the reuse state its content is not `storable` any more.
     """
 
     def __init__(self, scope: BlockScope) -> None:
@@ -24,10 +25,12 @@ class KvSequence:
         self.num_tokens = 0
         self.computed = 0
         self.reused_blocks = 0
+        self.storable = True
 
 
 class KvBlockManager:
-    """Blocks of one pool. Free blocks stay findable by content until they are needed (least recently freed first).
+    """Blocks of one pool. Free blocks stay findable by content until they are needed (leaves first, least
+    recently freed first).
 
     `copy_block(source, target, tokens)` copies leading tokens of all layers.
     """
@@ -60,7 +63,9 @@ class KvBlockManager:
         """Number of blocks that so many tokens take."""
         return -(-num_tokens // self.tokens_per_block)
 
-    def add_sequence(self, request_id: int, num_tokens: int, tokens: list[int] | None, scope: BlockScope) -> int:
+    def add_sequence(
+        self, request_id: int, num_tokens: int, tokens: list[int] | None, scope: BlockScope
+    ) -> int:
         """Take blocks for a prompt of `num_tokens`; the number of its tokens whose KV is there already.
 
         `tokens` None: nothing is looked up. The last token is never found, for it has to be computed.
@@ -73,7 +78,11 @@ class KvBlockManager:
         if tokens is not None and self.enable_reuse:
             found = self._reuse(sequence, self.tree.keys(tokens[: num_tokens - 1], scope, partial=True))
         sequence.reused_blocks = len(sequence.blocks)
-        while len(sequence.blocks) < self.blocks_for(num_tokens):
+        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing > len(self._free):
+            self.remove_sequence(request_id)
+            raise OutOfBlocks(f"{missing} KV blocks wanted, fewer of {len(self.blocks)} are free")
+        for _ in range(missing):
             self._append_free(sequence)
         sequence.num_tokens = num_tokens
         return found
@@ -89,7 +98,7 @@ class KvBlockManager:
     def store(self, request_id: int, tokens: list[int], partial: bool) -> None:
         """Make the blocks that hold `tokens` findable; a last, short one only if `partial`."""
         sequence = self.sequences.get(request_id)
-        if sequence is not None and self.enable_reuse:
+        if sequence is not None and sequence.storable and self.enable_reuse:
             self.tree.store(self.tree.keys(tokens, sequence.scope, partial), sequence.blocks)
 
     def remove_sequence(self, request_id: int) -> None:
@@ -103,8 +112,10 @@ class KvBlockManager:
         return self.tree.first_unknown(self.tree.keys(tokens, scope, partial=False))
 
     def reset_reuse_state(self) -> None:
-        """Forget all contents; sequences keep their blocks."""
+        """Forget all contents; sequences keep their blocks, whose content is never stored again."""
         self.tree.clear()
+        for sequence in self.sequences.values():
+            sequence.storable = False
 
     def _reuse(self, sequence: KvSequence, keys: list[BlockKey]) -> int:
         """Take the blocks that hold the leading tokens; how many tokens these are."""
@@ -149,7 +160,8 @@ class KvBlockManager:
     def _append_free(self, sequence: KvSequence) -> None:
         if not self._free:
             raise OutOfBlocks(f"no free KV block of {len(self.blocks)} is left")
-        block = next(iter(self._free.values()))
+        leaf = next((block for block in self._free.values() if not block.children), None)
+        block = leaf or next(iter(self._free.values()))
         for below in self.tree.detach(block):
             if not below.refs:
                 self._free.move_to_end(below.block_id, last=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 
@@ -11,6 +11,7 @@ class BlockScope(NamedTuple):
 
     lora_task_id: int | None = None
     cache_salt_id: int | None = None
+    extra_keys: tuple[Hashable, ...] = ()
 
 
 class BlockKey(NamedTuple):
@@ -64,7 +65,8 @@ class KvBlockTree:
         """Keys of the blocks of a sequence; the last may be short if `partial`, else it is left out."""
         size = self.tokens_per_block
         end = len(tokens) if partial else len(tokens) // size * size
-        return [BlockKey(tuple(tokens[start : min(start + size, end)]), scope) for start in range(0, end, size)]
+        starts = range(0, end, size)
+        return [BlockKey(tuple(tokens[start : min(start + size, end)]), scope) for start in starts]
 
     def find(self, parent: KvBlock, key: BlockKey, *, partial: bool, copying: bool) -> Match | None:
         """The child with this key, else (if `partial`) the one that shares most of it.
@@ -122,6 +124,9 @@ class KvBlockTree:
 
 
 def _descendants(block: KvBlock) -> Iterator[KvBlock]:
-    for child in block.children.values():
-        yield child
-        yield from _descendants(child)
+    """All below a block; not recursive, a sequence may have thousands of blocks."""
+    below = list(block.children.values())
+    while below:
+        found = below.pop()
+        below.extend(found.children.values())
+        yield found

@@ -10,7 +10,7 @@ import torch
 from ...bindings.executor import FinishReason, SamplingConfig
 from ...mapping import Mapping
 from ..device import get_device
-from .kv_block_manager import KvBlockManager
+from .kv_block_manager import KvBlockManager, OutOfBlocks
 from .kv_block_tree import BlockKey, BlockScope
 from .llm_request import LlmRequest, LlmRequestState
 from .resource_base import BaseResourceManager
@@ -23,7 +23,8 @@ class KVCacheManager(BaseResourceManager):
     """Blocks of `tokens_per_block` tokens in one pool, shared by equal prefixes if `enable_block_reuse`.
 
     A hit shows before the request's first step: `prepopulated_prompt_len` and `context_current_position` are
-    the number of prompt tokens found. ValueError without `kv_cache_config.max_tokens`.
+    the number of prompt tokens found. `max_tokens` is the pool's size, by default that of `kv_cache_config`:
+    ValueError without.
     """
 
     def __init__(
@@ -39,13 +40,16 @@ class KVCacheManager(BaseResourceManager):
         max_batch_size: int,
         mapping: Mapping | None = None,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        if not kv_cache_config.max_tokens:
+        max_tokens = max_tokens or kv_cache_config.max_tokens
+        if not max_tokens:
             raise ValueError("kv_cache_config.max_tokens is not set: the KV cache has no size")
         self.kv_cache_type, self.mapping, self.dtype = kv_cache_type, mapping or Mapping(), dtype
         self.num_layers, self.num_kv_heads, self.head_dim = num_layers, num_kv_heads, head_dim
         self.tokens_per_block = tokens_per_block
-        self.blocks_in_primary_pool = -(-int(kv_cache_config.max_tokens) // tokens_per_block)
+        self.blocks_in_primary_pool = -(-int(max_tokens) // tokens_per_block)
         self.max_tokens = self.blocks_in_primary_pool * tokens_per_block
         self.max_seq_len = min(max_seq_len, self.max_tokens)
         self.max_batch_size = max_batch_size
@@ -53,7 +57,7 @@ class KVCacheManager(BaseResourceManager):
         self.enable_block_reuse = bool(kv_cache_config.enable_block_reuse)
         shape = (num_layers, self.blocks_in_primary_pool, 2, tokens_per_block, num_kv_heads, head_dim)
         with torch.inference_mode(False):
-            self.kv_pool = torch.zeros(shape, dtype=dtype, device=get_device())
+            self.kv_pool = torch.zeros(shape, dtype=dtype, device=device or get_device())
         self._lock = threading.RLock()  # reset_reuse_state comes from another thread than the loop
         self.impl = KvBlockManager(
             self.blocks_in_primary_pool,
@@ -93,7 +97,8 @@ class KVCacheManager(BaseResourceManager):
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
         """Blocks of the prompt and all of the output."""
-        return self.impl.blocks_for(min(request.prompt_len + request.max_new_tokens, self.max_seq_len))
+        longest = min(request.prompt_len + request.max_new_tokens, self.max_seq_len)
+        return self.impl.blocks_for(max(longest, request.prompt_len))
 
     def remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks that a request may still take."""
@@ -146,12 +151,11 @@ class KVCacheManager(BaseResourceManager):
         with self._lock:
             for request in scheduled_batch.context_requests:
                 if not request.is_dummy and not _failed(request):
-                    self.impl.store(
-                        request.py_request_id, request.get_tokens(0)[: request.context_current_position], False
-                    )
+                    tokens = request.get_tokens(0)[: request.context_current_position]
+                    self.impl.store(request.py_request_id, tokens, False)
 
     def free_resources(self, request: LlmRequest) -> None:
-        """Take the blocks back; what was computed, generated tokens too, stays findable: all but the last token."""
+        """Take the blocks back; what was computed stays findable: all tokens but the last one."""
         with self._lock:
             sequence = self.impl.sequences.get(request.py_request_id)
             if sequence is not None and not request.is_dummy and not _failed(request):
@@ -196,10 +200,13 @@ class KVCacheManager(BaseResourceManager):
     def add_dummy_requests(
         self, request_ids: list[int], token_nums: list[int] | None = None, is_gen: bool = False
     ) -> list[LlmRequest]:
-        """Requests of `token_nums` tokens (default 1) with blocks of their own, for forwards nobody waits for.
+        """Requests of `token_nums` tokens (default 1) with own blocks, for forwards nobody waits for.
 
         With `is_gen` they decode the last of their tokens. OutOfBlocks if there are too few blocks.
         """
+        needed = sum(map(self.impl.blocks_for, token_nums or [1] * len(request_ids)))
+        if needed > self.num_free_blocks:
+            raise OutOfBlocks(f"dummy requests take {needed} KV blocks, {self.num_free_blocks} are free")
         return [
             self._add_dummy(request_id, count, is_gen)
             for request_id, count in zip(request_ids, token_nums or [1] * len(request_ids), strict=True)
@@ -226,7 +233,8 @@ class KVCacheManager(BaseResourceManager):
 
 
 def _scope(request: LlmRequest) -> BlockScope:
-    return BlockScope(request.lora_task_id, request.cache_salt_id)
+    extra_keys = tuple(getattr(request, "multimodal_hashes", None) or ())
+    return BlockScope(request.lora_task_id, request.cache_salt_id, extra_keys)
 
 
 def _failed(request: LlmRequest) -> bool:

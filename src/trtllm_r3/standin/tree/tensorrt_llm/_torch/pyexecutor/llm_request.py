@@ -96,6 +96,7 @@ class LlmRequest(RequestCore):
         self.is_attention_dp_dummy = False
         self.is_cuda_graph_dummy = False
         self.child_requests: list[LlmRequest] = []
+        self.context_logits_end = 0
         self._cached_tokens: int | None = None
 
     @property
@@ -116,6 +117,7 @@ class LlmRequest(RequestCore):
     def pause(self, max_input_len: int) -> None:
         """Give up what the engine holds for it; it starts again with a longer prompt."""
         super().pause(max_input_len)
+        del self.py_result._generation_logits[self.get_num_tokens(0) - self.py_orig_prompt_len :]
         self.py_seq_slot = self.py_batch_idx = None
 
     def create_child_request(self, request_id: int) -> LlmRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...bindings.executor import ContextChunkingPolicy
 from .llm_request import LlmRequest, LlmRequestState
@@ -36,12 +36,15 @@ class BindMicroBatchScheduler(MicroBatchScheduler):
         self,
         max_batch_size: int,
         max_num_tokens: int,
-        ctx_chunk_config: ContextChunkingConfig | None = None,
+        ctx_chunk_config: ContextChunkingConfig | tuple[Any, int] | None = None,
         tokens_per_block: int = 32,
     ) -> None:
         self.max_batch_size, self.max_num_tokens = max_batch_size, max_num_tokens
-        self.ctx_chunk_config = ctx_chunk_config
-        unit = ctx_chunk_config.chunk_unit_size if ctx_chunk_config else tokens_per_block
+        self.ctx_chunk_config: ContextChunkingConfig | None = None
+        unit = tokens_per_block
+        if ctx_chunk_config is not None:
+            policy, unit = ctx_chunk_config
+            self.ctx_chunk_config = ContextChunkingConfig(ContextChunkingPolicy[policy.name], unit)
         self._unit = min(unit, max_num_tokens)
 
     def schedule(self, active_requests: list[LlmRequest], inflight_request_ids: set[int]) -> Batch:
@@ -59,7 +62,7 @@ class BindMicroBatchScheduler(MicroBatchScheduler):
         return self._chunked(prompts, capacity, self.ctx_chunk_config.policy), generations
 
     def _whole(self, prompts: list[LlmRequest], capacity: int) -> list[LlmRequest]:
-        chosen = []
+        chosen: list[LlmRequest] = []
         for request in prompts:
             if request.context_chunk_size > self.max_num_tokens and not chosen:
                 request.context_chunk_size = capacity // self._unit * self._unit

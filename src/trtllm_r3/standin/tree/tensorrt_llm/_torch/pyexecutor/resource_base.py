@@ -25,16 +25,16 @@ class BaseResourceManager(ABC):
         """Take resources for dummies of warm-up forwards."""
         return None
 
-    def prepare_resources(self, scheduled_batch: ScheduledRequests) -> None:
+    def prepare_resources(self, scheduled_batch: ScheduledRequests) -> None:  # noqa: B027
         """Take what the coming step needs."""
 
-    def update_resources(self, scheduled_batch: ScheduledRequests) -> None:
+    def update_resources(self, scheduled_batch: ScheduledRequests) -> None:  # noqa: B027
         """Take note of a step that was answered."""
 
-    def free_resources(self, request: LlmRequest) -> None:
+    def free_resources(self, request: LlmRequest) -> None:  # noqa: B027
         """Take back what a request holds."""
 
-    def shutdown(self) -> None:
+    def shutdown(self) -> None:  # noqa: B027
         """The engine ends."""
 
 

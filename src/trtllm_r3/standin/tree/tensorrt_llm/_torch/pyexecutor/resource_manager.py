@@ -31,7 +31,8 @@ class ResourceManager:
     """All managers of an engine in order. Keys need not be of ResourceManagerType; values may be None."""
 
     def __init__(self, resource_managers: dict[Any, BaseResourceManager | None]) -> None:
-        self.resource_managers: OrderedDict[Hashable, BaseResourceManager | None] = OrderedDict(resource_managers)
+        managers: OrderedDict[Hashable, BaseResourceManager | None] = OrderedDict(resource_managers)
+        self.resource_managers = managers
 
     def __call__(self, type: Hashable) -> BaseResourceManager | None:
         return self.resource_managers[type]

@@ -92,7 +92,9 @@ class TorchSampler(Sampler):
 
     def __init__(self, args: TorchSampler.Args) -> None:
         if args.max_draft_len or args.max_beam_width != 1:
-            raise ValueError("TorchSampler: max_draft_len and max_beam_width other than 0 and 1 are not supported")
+            raise ValueError(
+                "TorchSampler: max_draft_len and max_beam_width other than 0 and 1 are not supported"
+            )
         self.max_seq_len = args.max_seq_len
         self.max_num_sequences = args.max_num_sequences
         with torch.inference_mode(False):

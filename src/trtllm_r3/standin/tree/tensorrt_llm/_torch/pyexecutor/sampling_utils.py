@@ -61,7 +61,11 @@ def sample_rows(logits: torch.Tensor, strategies: list[Strategy], draws: list[fl
 
 
 def _draw(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, draw: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    draw: torch.Tensor,
 ) -> torch.Tensor:
     """Inverse transform over the tokens in order of probability, cut by top-k, then by top-p."""
     ordered, ids = (logits / temperature).sort(dim=-1, descending=True, stable=True)

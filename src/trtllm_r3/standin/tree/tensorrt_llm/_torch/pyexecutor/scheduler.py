@@ -53,6 +53,16 @@ class ScheduledRequests:
         return not self.context_requests
 
     @property
+    def num_context_requests(self) -> int:
+        """Number of prompts."""
+        return len(self.context_requests)
+
+    @property
+    def num_generation_requests(self) -> int:
+        """Number of generations."""
+        return len(self.generation_requests)
+
+    @property
     def batch_size(self) -> int:
         """Number of requests."""
         return len(self.context_requests) + len(self.generation_requests)
@@ -66,18 +76,24 @@ class RequestScheduler(ABC):
     """Chooses the requests of a step."""
 
     @abstractmethod
-    def schedule_request(self, active_requests: RequestList, inflight_request_ids: set[int]) -> SchedulerOutput:
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: set[int]
+    ) -> SchedulerOutput:
         """The requests to run, and those to pause first, out of all active ones."""
 
 
 class SimpleScheduler(RequestScheduler):
     """Capacity first, then the micro batch."""
 
-    def __init__(self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler) -> None:
+    def __init__(
+        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
+    ) -> None:
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
 
-    def schedule_request(self, active_requests: RequestList, inflight_request_ids: set[int]) -> SchedulerOutput:
+    def schedule_request(
+        self, active_requests: RequestList, inflight_request_ids: set[int]
+    ) -> SchedulerOutput:
         """See the base class."""
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
         contexts, generations = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
