@@ -35,7 +35,11 @@ class Model:
         self.gates = [torch.randn(hidden, experts, **make) / hidden**0.5 for _ in range(layers)]
         self.mixers = [torch.randn(hidden, hidden, **make) / hidden**0.5 for _ in range(layers)]
 
-    def run(self, before: Callable[[int, torch.Tensor], None], after: Callable[[int, torch.Tensor, torch.Tensor], None]) -> None:
+    def run(
+        self,
+        before: Callable[[int, torch.Tensor], None],
+        after: Callable[[int, torch.Tensor, torch.Tensor], None],
+    ) -> None:
         h = self.x
         for layer, (gate, mixer) in enumerate(zip(self.gates, self.mixers, strict=True)):
             logits = h @ gate
@@ -52,8 +56,14 @@ def steps(model: Model) -> dict[str, Step]:
     index = torch.arange(rows, device="cuda")
 
     def ours(mode: str) -> Step:
-        capturer = RouteCapturer(max_rows=rows, layers=layers, top_k=top_k, num_experts=experts,
-                                 device=torch.device("cuda"), mode=mode)
+        capturer = RouteCapturer(
+            max_rows=rows,
+            layers=layers,
+            top_k=top_k,
+            num_experts=experts,
+            device=torch.device("cuda"),
+            mode=mode,
+        )
 
         def after(layer: int, ids: torch.Tensor, logits: torch.Tensor) -> None:
             capturer.hear(ids, logits)
@@ -129,8 +139,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds added to one graph replay")
-    print(f"{'shape':>10} {'batch':>5} {'base':>8} {'step':>7} {'layer':>7} {'slice':>7} {'index':>7} {'around':>7} {'slice/step':>10}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds added to one graph replay"
+    )
+    print(
+        f"{'shape':>10} {'batch':>5} {'base':>8} {'step':>7} {'layer':>7} {'slice':>7} {'index':>7} {'around':>7} {'slice/step':>10}"
+    )
     for shape in args.shape:
         layers, rest = shape.split("x")
         top_k, experts = map(int, rest.split("/"))

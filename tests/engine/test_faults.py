@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import trtllm_r3
 from support.oracle import expected_continuation, expected_ids
 from support.rollouts import ask, engine, prompts, settings, together
+
+import trtllm_r3
 from trtllm_r3.flow.capturer import RouteCapturer
 from trtllm_r3.flow.recorder import RouteRecorder
 from trtllm_r3.trtllm import executor, manager, requests, responses, routing, steps
@@ -52,7 +53,9 @@ def fail_once(real: Callable[..., Any], fired: list[int]) -> Callable[..., Any]:
     return failing
 
 
-@pytest.mark.parametrize(("owner", "name", "kind"), PLACES, ids=[f"{o.__name__.split('.')[-1]}.{n}" for o, n, _ in PLACES])
+@pytest.mark.parametrize(
+    ("owner", "name", "kind"), PLACES, ids=[f"{o.__name__.split('.')[-1]}.{n}" for o, n, _ in PLACES]
+)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_fault_in_a_hook_costs_rows_and_nothing_else(
     oracle: Oracle, owner: Any, name: str, kind: str, overlap: bool, monkeypatch: pytest.MonkeyPatch

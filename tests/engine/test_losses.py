@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import trtllm_r3
 from support.oracle import moe_layer_ids
 from support.rollouts import ask, check_oracle, check_with_gaps, engine, prompts, settings, together
+
+import trtllm_r3
 from trtllm_r3.flow.causes import Cause
 from trtllm_r3.flow.recorder import RouteRecorder
 
@@ -53,7 +54,7 @@ def test_a_layer_that_skips_its_router_is_missing_and_the_others_are_right(oracl
 
         capturer.hear = deaf_in_layer_one
         [output] = together(llm, [[5, 6, 7, 8, 9]], [ask(max_tokens=8)])
-    check_with_gaps(output, config, {p: "not captured" for p in range(6)})
+    check_with_gaps(output, config, dict.fromkeys(range(6), "not captured"))
     ids = trtllm_r3.routes_of(output.outputs[0]).ids
     assert ids is not None
     assert (ids[:6, 1] == -1).all()
@@ -79,7 +80,7 @@ def test_a_graph_without_our_op_gives_missing_rows_not_those_of_the_step_before(
     monkeypatch.setattr(RouteCapturer, "_close_pass", deaf_while_recording)
     with engine(path, **settings(graphs=True)) as llm:
         [output] = together(llm, [[5, 6, 7, 8, 9]], [ask(max_tokens=8)])
-    check_with_gaps(output, config, {p: "not captured" for p in range(5, 12)})
+    check_with_gaps(output, config, dict.fromkeys(range(5, 12), "not captured"))
 
 
 def test_a_row_too_many_in_a_step_drops_the_step(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +94,18 @@ def test_a_row_too_many_in_a_step_drops_the_step(oracle: Oracle, monkeypatch: py
             result = real(self, *args, **kwargs)
             if not fed and self.attn_metadata.num_contexts:
                 fed.append(1)
-                self.attn_metadata.request_ids = [*self.attn_metadata.request_ids[:1], 10**6,
-                                                  *self.attn_metadata.request_ids[1:]]
+                self.attn_metadata.request_ids = [
+                    *self.attn_metadata.request_ids[:1],
+                    10**6,
+                    *self.attn_metadata.request_ids[1:],
+                ]
             return result
 
         monkeypatch.setattr(type(model_engine), "_prepare_inputs", one_more)
         outputs = together(llm, [[5, 6, 7], [8, 9, 10, 11]], [ask(max_tokens=4)] * 2)
         assert captured(llm).recorder.counters["lost_layout"] == 7
-    check_with_gaps(outputs[0], config, {p: "layout" for p in range(3)})
-    check_with_gaps(outputs[1], config, {p: "layout" for p in range(4)})
+    check_with_gaps(outputs[0], config, dict.fromkeys(range(3), "layout"))
+    check_with_gaps(outputs[1], config, dict.fromkeys(range(4), "layout"))
 
 
 def test_positions_that_are_not_consecutive_are_never_guessed(oracle: Oracle) -> None:
@@ -129,7 +133,7 @@ def test_a_full_ring_loses_rows_instead_of_waiting(oracle: Oracle) -> None:
         [first] = together(llm, [[5, 6, 7]], [ask(max_tokens=4)])
         copier._free = free
         [second] = together(llm, [[5, 6, 7]], [ask(max_tokens=4)])
-    check_with_gaps(first, config, {p: "staging" for p in range(6)})
+    check_with_gaps(first, config, dict.fromkeys(range(6), "staging"))
     check_oracle(second, config)
 
 
@@ -145,7 +149,7 @@ def test_hits_in_the_kv_cache_are_marked_prefix(oracle: Oracle) -> None:
     assert [g.cause for g in routes.gaps] == ["prefix"]
     hit = routes.gaps[0].stop
     assert 100 <= hit <= 151
-    check_with_gaps(second, config, {p: "prefix" for p in range(hit)})
+    check_with_gaps(second, config, dict.fromkeys(range(hit), "prefix"))
 
 
 def test_layers_are_named_by_their_decoder_index(oracle: Oracle) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 from support.rollouts import ask, engine, settings, together
+
 from trtllm_r3.flow.recorder import Track
 
 Oracle = tuple[str, dict[str, Any]]
@@ -29,7 +30,7 @@ def test_requests_one_after_another_leave_nothing_behind(oracle: Oracle, count: 
         assert recorder.store.pages_used == 0
         assert not recorder.copier.tickets or recorder.copier.tickets[0].layout.step == recorder._step
         assert len(recorder.store._table) == 16
-        assert sum(isinstance(o, Track) for o in gc.get_objects()) <= 300
+        assert sum(type(o) is Track for o in gc.get_objects()) <= 300
     assert sizes[-1] - sizes[1] < 8 << 20
 
 

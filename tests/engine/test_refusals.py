@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import trtllm_r3
 from support.rollouts import ask, check_oracle, engine, settings, together
+
+import trtllm_r3
 from trtllm_r3.errors import NotReadyError, UnsupportedError
 
 Oracle = tuple[str, dict[str, Any]]
@@ -31,10 +32,23 @@ def test_an_engine_option_that_mixes_rows_is_refused_by_name(oracle: Oracle, opt
 def test_speculative_decoding_is_refused_by_name(oracle: Oracle) -> None:
     from tensorrt_llm.llmapi import llm_args
 
-    speculative = next((getattr(llm_args, n) for n in ("NGramDecodingConfig", "MTPDecodingConfig", "DecodingBaseConfig")
-                        if hasattr(llm_args, n)), None)
-    value = {"decoding_type": "NGram", "max_draft_len": 2} if speculative is None else speculative(max_draft_len=2)
-    with pytest.raises(UnsupportedError, match="speculative_config"), engine(oracle[0], speculative_config=value):
+    speculative = next(
+        (
+            getattr(llm_args, n)
+            for n in ("NGramDecodingConfig", "MTPDecodingConfig", "DecodingBaseConfig")
+            if hasattr(llm_args, n)
+        ),
+        None,
+    )
+    value = (
+        {"decoding_type": "NGram", "max_draft_len": 2}
+        if speculative is None
+        else speculative(max_draft_len=2)
+    )
+    with (
+        pytest.raises(UnsupportedError, match="speculative_config"),
+        engine(oracle[0], speculative_config=value),
+    ):
         pass
 
 
@@ -49,7 +63,12 @@ def test_a_backend_that_routes_inside_its_kernel_is_refused_with_layer_class_and
         pass
     told = cause_chain(caught.value)
     assert "UnsupportedError" in told
-    for part in ("layers.1", "inside its kernel", "CUTLASS", "TRTLLMGenFusedMoE" if configurable == "0" else "Configurable"):
+    for part in (
+        "layers.1",
+        "inside its kernel",
+        "CUTLASS",
+        "TRTLLMGenFusedMoE" if configurable == "0" else "Configurable",
+    ):
         assert part in told
 
 
@@ -107,8 +126,12 @@ def test_not_enabled_means_the_very_same_function_objects(oracle: Oracle) -> Non
     from tensorrt_llm.executor.result import CompletionOutput
     from tensorrt_llm.sampling_params import SamplingParams
 
-    watched = [(PyTorchModelEngine, "forward"), (PyExecutor, "__init__"), (SamplingParams, "__init__"),
-               (SamplingParams, "_return_log_probs")]
+    watched = [
+        (PyTorchModelEngine, "forward"),
+        (PyExecutor, "__init__"),
+        (SamplingParams, "__init__"),
+        (SamplingParams, "_return_log_probs"),
+    ]
     before = [vars(owner)[name] for owner, name in watched]
     trtllm_r3.enable()
     assert all(vars(owner)[name] is not old for (owner, name), old in zip(watched, before, strict=True))

@@ -7,8 +7,9 @@ import pickle
 from typing import Any
 
 import pytest
-import trtllm_r3
 from support.rollouts import ask, check_oracle, engine, prompts, settings, together
+
+import trtllm_r3
 from trtllm_r3.errors import RequestRefused, RoutesMissing
 
 Oracle = tuple[str, dict[str, Any]]
@@ -31,7 +32,9 @@ def test_an_offset_beyond_the_prompt_is_refused_and_others_go_on(oracle: Oracle)
     check_oracle(output, config)
 
 
-@pytest.mark.parametrize("bad", [{"return_routed_experts": 1}, {"routed_experts_start": -1}, {"routed_experts_start": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"return_routed_experts": 1}, {"routed_experts_start": -1}, {"routed_experts_start": 1.5}]
+)
 def test_options_of_the_wrong_kind_are_refused_at_once(bad: dict[str, Any]) -> None:
     trtllm_r3.enable()
     with pytest.raises(RequestRefused, match=next(iter(bad))):
@@ -82,6 +85,23 @@ def test_streamed_rows_come_with_the_last_chunk_and_equal_the_others(oracle: Ora
     assert seen == [False] * (len(seen) - 1) + [True]
 
 
+def test_a_stop_string_that_only_the_text_shows_is_named(oracle: Oracle) -> None:
+    from support.tokens import character_tokenizer
+
+    path, _ = oracle
+    options = {**settings(), "skip_tokenizer_init": False}
+    with engine(path, tokenizer=character_tokenizer(97), **options) as llm:
+        plain = llm.generate([5, 6, 7, 8], ask(max_tokens=30), use_tqdm=False).outputs[0]
+        # The engine looks for the words at the end of each step; a client may find them only in the text.
+        middle = plain.text[10:12]
+        stream = llm.generate_async([5, 6, 7, 8], ask(max_tokens=30), streaming=True)
+        stream.sampling_params.stop, stream.sampling_params._stop_word_ids = [middle], [[96] * 9]
+        *_, last = list(stream)
+    assert last.outputs[0].finish_reason == "stop"
+    assert last.outputs[0].routed_experts is None
+    assert trtllm_r3.routes_of(last.outputs[0]).why_none == "stopped in text"
+
+
 def test_several_answers_have_their_own_rows(oracle: Oracle) -> None:
     path, config = oracle
     with engine(path, **settings()) as llm:
@@ -94,19 +114,29 @@ def test_several_answers_have_their_own_rows(oracle: Oracle) -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at", [1, 2, 17])
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_sequence_that_stops_has_one_row_less_than_tokens(oracle: Oracle, overlap: bool, at: int, keep: bool) -> None:
+def test_a_sequence_that_stops_has_one_row_less_than_tokens(
+    oracle: Oracle, overlap: bool, at: int, keep: bool
+) -> None:
     from support.oracle import expected_continuation
 
     path, config = oracle
-    prompt = next(p for p in ([3 + i, 5, 8] for i in range(90))
-                  if (c := expected_continuation(p, 20, config)).index(c[at - 1]) == at - 1)
+    prompt = next(
+        p
+        for p in ([3 + i, 5, 8] for i in range(90))
+        if (c := expected_continuation(p, 20, config)).index(c[at - 1]) == at - 1
+    )
     last = expected_continuation(prompt, 20, config)[at - 1]
     with engine(path, **settings(overlap=overlap)) as llm:
-        by_end, by_stop = together(llm, [prompt] * 2, [
-            ask(max_tokens=20, end_id=last),
-            ask(max_tokens=20, stop_token_ids=[last], include_stop_str_in_output=keep)])
+        by_end, by_stop = together(
+            llm,
+            [prompt] * 2,
+            [
+                ask(max_tokens=20, end_id=last),
+                ask(max_tokens=20, stop_token_ids=[last], include_stop_str_in_output=keep),
+            ],
+        )
     assert by_end.outputs[0].finish_reason == by_stop.outputs[0].finish_reason == "stop"
-    assert len(by_stop.outputs[0].token_ids) == at if keep else at - 1
+    assert len(by_stop.outputs[0].token_ids) == (at if keep else at - 1)
     for output in (by_end, by_stop):
         check_oracle(output, config)
 
@@ -128,8 +158,8 @@ def test_a_missing_row_raises_where_the_user_wants_it_so(oracle: Oracle) -> None
     trtllm_r3.enable(on_gap="error")
     prompt = prompts(1, longest=200, vocab=config["vocab_size"], seed=3)[0] * 20
     with engine(path, reuse=True, **settings()) as llm:
-        first, = together(llm, [prompt[:150]], [ask()])
-        second, = together(llm, [prompt[:150]], [ask()])
+        (first,) = together(llm, [prompt[:150]], [ask()])
+        (second,) = together(llm, [prompt[:150]], [ask()])
     check_oracle(first, config)
     with pytest.raises(RoutesMissing, match="prefix"):
         _ = second.outputs[0].routed_experts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
-import trtllm_r3
 from support.rollouts import ask, check_oracle, engine, prompts, settings, together
+
+import trtllm_r3
 
 Oracle = tuple[str, dict[str, Any]]
 
@@ -29,10 +31,10 @@ def test_enable_in_the_parent_is_enough(oracle: Oracle) -> None:
     check_oracle(n2, config, index=0, greedy=False)
     check_oracle(n2, config, index=1, greedy=False)
     check_oracle(stream[-1], config)
-    [(pid, counters)] = workers.items()
+    [counters] = [c for pid, c in workers.items() if int(pid) != os.getpid()]
     assert counters["rows"] > 100
     assert counters["rows_missing"] == 0
-    assert int(pid) == counters["pid"]
+    assert 0 <= counters["age_s"] < 60
 
 
 def test_the_environment_alone_is_enough(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,9 @@ def test_the_environment_alone_is_enough(oracle: Oracle, monkeypatch: pytest.Mon
     from tensorrt_llm.llmapi import KvCacheConfig
 
     cache = KvCacheConfig(enable_block_reuse=False, max_tokens=512)
-    with LLM(model=path, skip_tokenizer_init=True, max_batch_size=4, max_num_tokens=64, kv_cache_config=cache) as llm:
+    with LLM(
+        model=path, skip_tokenizer_init=True, max_batch_size=4, max_num_tokens=64, kv_cache_config=cache
+    ) as llm:
         [output] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, end_id=-1), use_tqdm=False)
     check_oracle(output, config)
 

@@ -61,7 +61,7 @@ MUTANTS = {
     "the last write wins": Mutant(
         PerRequestRouteStore,
         "_claim",
-        "self._cause[at] == Cause.ABSENT",
+        "self._cause[at] == _ABSENT",
         "self._cause[at] >= 0",
         checks.check_first_pass_wins,
     ),
@@ -72,7 +72,7 @@ MUTANTS = {
         RouteRecorder, "_alive", "(position < self._limit[slot])", "True", checks.check_first_pass_wins
     ),
     "no incarnations": Mutant(
-        RouteRecorder, "_alive", "(self._stamps[slot] == stamp) | older", "stamp > 0", checks.check_slot_reuse
+        RouteRecorder, "_alive", "self._stamps[slot] == stamp", "stamp > 0", checks.check_slot_reuse
     ),
     "no snapshot on the device": Mutant(
         RouteCopier, "stage", "host.copy_(device,", "host.copy_(routes_RLK[:rows],", checks.check_snapshot

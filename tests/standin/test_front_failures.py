@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -79,3 +82,22 @@ def test_a_dropped_llm_ends_its_worker(model_dir):
     gc.collect()
     assert reference() is None
     assert not process.is_alive()
+
+
+def test_a_script_that_forgets_to_shut_down_ends_and_so_does_its_worker(model_dir):
+    script = model_dir / "script.py"
+    script.write_text(
+        f"import sys\nsys.path[:0] = {[p for p in sys.path if p]!r}\n"
+        "import trtllm_r3.standin\ntrtllm_r3.standin.install()\n"
+        "from support.fake_engine import InWorker, SLOW\n"
+        "from tensorrt_llm import LLM, SamplingParams\n"
+        "if __name__ == '__main__':\n"
+        f"    llm = LLM(model={str(model_dir)!r}, skip_tokenizer_init=True, executor_cls=InWorker)\n"
+        "    future = llm.generate_async([SLOW], SamplingParams(end_id=1, max_tokens=50))\n"
+        "    print(llm._executor.mpi_session.mpi_pool[0].process.pid)\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)

@@ -186,7 +186,7 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "bincount": lambda x: x.long().bincount(),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.ones(3, dtype=torch.int64)),
     "rand": lambda x: torch.rand(3),
-    "native_dropout": lambda x: torch.nn.functional.dropout(x, 0.5, training=True),
+    "bernoulli_": lambda x: torch.nn.functional.dropout(x, 0.5, training=True),
     "multinomial": lambda x: x.multinomial(1),
 }
 

@@ -169,6 +169,15 @@ def test_a_partly_matching_leaf_without_users_is_taken_over_under_the_same_id() 
     assert loop.manager.get_cache_indices(second) == ids
 
 
+def test_what_a_taken_over_block_held_is_not_found_any_more() -> None:
+    loop = Loop(make_manager())
+    first = make_request(1, [0, 1, 2, 3, 4, 5])
+    loop.start(first)
+    loop.end(first)
+    assert loop.start(make_request(2, [0, 1, 2, 3, 4, 60, 61])) == 5
+    assert loop.start(make_request(3, [0, 1, 2, 3, 4, 5, 6])) == 4
+
+
 def test_a_partly_matching_block_in_use_is_copied() -> None:
     loop = Loop(make_manager())
     first, second = make_request(1, list(range(9))), make_request(2, [0, 1, 2, 3, 4, 60, 61])

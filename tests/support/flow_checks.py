@@ -7,6 +7,7 @@ import weakref
 
 import numpy as np
 import torch
+
 from support.flow_loop import FakeLoop, Trouble
 from support.flow_model import Run, capturer_of
 from support.flow_oracle import Shape, expected_ids
@@ -75,16 +76,17 @@ def check_positions() -> None:
 
 def check_first_pass_wins() -> None:
     """After a preemption the rows of kept tokens are those of the first pass."""
-    loop = FakeLoop(staging_slots=6)
-    request = loop.submit(PROMPT)
-    loop.step([(request, 7)])
-    loop.step([(request, 1)])
-    loop.land()
-    loop.pause(request, drop=1)
-    loop.resume(request)
-    loop.step([(request, 7)])
-    loop.step([(request, 1)])
-    assert loop.finish(request).complete
+    for landed in (1, 2):
+        loop = FakeLoop(staging_slots=6)
+        request = loop.submit(PROMPT)
+        loop.step([(request, 7)])
+        loop.step([(request, 1)])
+        loop.land(landed)
+        loop.pause(request, drop=1)
+        loop.resume(request)
+        loop.step([(request, 7)])
+        loop.step([(request, 1)])
+        assert loop.finish(request).complete
 
 
 def check_slot_reuse() -> None:

@@ -225,8 +225,10 @@ class RouteRecorder:
         self.store.mark(slot[alive], position[alive], cause, layout.epoch)
 
     def _alive(self, slot: Ints, stamp: Ints, position: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        older = (self._older[slot] == stamp) & (position < self._limit[slot])
-        return np.asarray((self._stamps[slot] == stamp) | older)
+        alive = np.asarray(self._stamps[slot] == stamp)
+        if not alive.all():
+            alive |= (self._older[slot] == stamp) & (position < self._limit[slot])
+        return alive
 
     def _last_step_of(self, track: Track, stop: int) -> int:
         stamps = {int(self._stamps[track.slot]), int(self._older[track.slot])}

@@ -18,6 +18,7 @@ from .runtime import guard, runtime
 
 _IDS, _META = "_trtllm_r3_ids", "_trtllm_r3_meta"  # on `response.result`
 _KEY = "routed_experts"
+_UNFINISHED = "not finished"
 
 
 class RouteOutputs(dict[str, Any]):
@@ -84,7 +85,12 @@ def _receive(result: Any, reasons: Any, tensors: Any, index: int) -> None:
     elif reasons and reasons[0].name != "NOT_FINISHED":
         routes = Routes(None, why_none="worker not armed")
     else:
-        return  # a streamed chunk; the last one brings the rows
+        # A streamed chunk; the last one brings the rows, unless the caller finds a stop string in the text
+        # and never waits for it.
+        output.additional_generation_outputs = _rebuild(
+            output.additional_generation_outputs or {}, Routes(None, why_none=_UNFINISHED)
+        )
+        return
     values = dict(output.additional_generation_outputs or {})
     if routes.ids is not None:
         values[_KEY] = routes.ids
@@ -95,13 +101,14 @@ def _receive(result: Any, reasons: Any, tensors: Any, index: int) -> None:
 def routes_of(completion: Any) -> Routes:
     """See `trtllm_r3.routes_of`."""
     outputs = getattr(completion, "additional_generation_outputs", None)
+    finished = getattr(completion, "finish_reason", None) is not None
     if isinstance(outputs, RouteOutputs):
-        return outputs.routes
+        cut_short = finished and outputs.routes.why_none == _UNFINISHED
+        return Routes(None, why_none="stopped in text") if cut_short else outputs.routes
     ids = _plain(outputs)
     if ids is not None:
         return Routes(ids, source="native")
-    finished = getattr(completion, "finish_reason", None) is not None
-    return Routes(None, why_none="not asked for" if finished else "not finished, or not asked for")
+    return Routes(None, why_none="not asked for" if finished else f"{_UNFINISHED}, or not asked for")
 
 
 def _plain(outputs: Any) -> torch.Tensor | None:
@@ -118,8 +125,9 @@ def edit_completion_output(cls: Any) -> Callable[[], None]:
     def routed_experts(self: Any) -> torch.Tensor | None:
         """int16 CPU tensor [S-1, num_moe_layers, top_k], -1 = missing; None: see `trtllm_r3.routes_of`."""
         outputs = self.additional_generation_outputs
-        if isinstance(outputs, RouteOutputs) and runtime().config.on_gap == "error":
-            _raise_if_incomplete(outputs.routes)
+        strict = isinstance(outputs, RouteOutputs) and runtime().config.on_gap == "error"
+        if strict and self.finish_reason is not None:
+            _raise_if_incomplete(routes_of(self))
         return _plain(outputs)
 
     cls.routed_experts = property(routed_experts)

@@ -1,4 +1,4 @@
-"""Builds the parts of an executor: KV cache of the right size, managers in their order, scheduler, sampler."""
+"""Builds the parts of an executor: KV cache, managers in their order, scheduler, sampler."""
 
 from __future__ import annotations
 

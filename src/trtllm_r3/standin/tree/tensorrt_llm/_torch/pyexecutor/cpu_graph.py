@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         if is_composite(func):
             with self:
-                return func.decompose(*args, **kwargs)
+                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         if func.namespace == "aten":
             refuse(func, args, kwargs)
         return self._record(func, args, kwargs, inputs)

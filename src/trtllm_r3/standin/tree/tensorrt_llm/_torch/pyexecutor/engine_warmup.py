@@ -20,7 +20,7 @@ _DUMMY_PROMPT = 512  # long prompts cost time and teach the tuner nothing more a
 
 
 class EngineWarmup:
-    """Warm-up of a model engine: first one step of as many tokens as it may have, then each graph, the largest first."""
+    """Warm-up of a model engine: a step of as many tokens as may be, then each graph, the largest first."""
 
     llm_args: Any
     batch_size: int

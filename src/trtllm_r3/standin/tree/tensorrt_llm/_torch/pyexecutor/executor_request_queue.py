@@ -144,7 +144,7 @@ class ExecutorRequestQueue:
     # ---- from the loop ----
 
     def fetch_new_requests(self, active_requests: list[LlmRequest]) -> list[LlmRequest]:
-        """Requests to run from now on, each followed by its children. Waits for one if there is nothing to do."""
+        """Requests to run from now on, each followed by its children. Waits if there is nothing to do."""
         idle = not (active_requests or self.waiting_queue or self.is_shutdown or self.control_requests)
         new_items = self._get_from_request_queue(None if idle else 0.0) if self.dist.rank == 0 else []
         new_items = self._handle_request_broadcasting(new_items)
@@ -155,6 +155,8 @@ class ExecutorRequestQueue:
     def update_waiting_queue(self) -> list[RequestQueueItem]:
         """Drop cancelled requests that did not start; these."""
         gone = [item for item in self.waiting_queue if item.id in self.canceled_req_ids]
+        for item in gone:
+            self.start_times.pop(item.id, None)
         self.waiting_queue = deque(
             item for item in self.waiting_queue if item.id not in self.canceled_req_ids
         )
@@ -232,7 +234,7 @@ class ExecutorRequestQueue:
         return valid
 
     def _get_from_waiting_queue(self, room: int) -> list[RequestQueueItem]:
-        """As many requests, their children counted, as there is room for; a parent and its children start together."""
+        """As many requests as there is room for, their children counted: they start with their parent."""
         items: list[RequestQueueItem] = []
         while self.waiting_queue:
             needed = 1 + len(self.waiting_queue[0].child_req_ids or [])

@@ -19,7 +19,7 @@ class ExecutorResponses(ExecutorState):
     # ---- from any thread ----
 
     def _await_any_response(self, timeout: float | None) -> list[LlmResponse]:
-        """All responses there are, waiting up to `timeout` seconds for the first. RuntimeError if the loop died."""
+        """All responses, waiting up to `timeout` seconds for the first. RuntimeError if the loop died."""
         with self.response_cv:
             self.response_cv.wait_for(lambda: self.responses or self.is_shutdown, timeout)
             found = [response for part in self.responses.values() for response in part]
@@ -56,7 +56,7 @@ class ExecutorResponses(ExecutorState):
             self.response_cv.notify_all()
 
     def _handle_responses(self) -> list[LlmRequest]:
-        """Answer active requests where there is something to say; free those that ended, after they are answered."""
+        """Answer active requests where there is something to say; free those that ended after that."""
         responses: Responses = []
         finished: list[LlmRequest] = []
         going_on: list[LlmRequest] = []
@@ -65,7 +65,7 @@ class ExecutorResponses(ExecutorState):
                 finished.append(request)
                 continue
             request.decoding_iter = request.py_decoding_iter
-            if request.py_decoding_iter >= 1:
+            if request.return_perf_metrics and request.py_decoding_iter >= 1:
                 request.perf_metrics.token_added(self.iter_counter, request.is_finished)
             response = request.create_response(False, self.dist.rank) if self._is_due(request) else None
             if response is not None:
@@ -126,7 +126,8 @@ class ExecutorResponses(ExecutorState):
             request.state = LlmRequestState.GENERATION_COMPLETE
         gone = set(map(id, failed))
         self.active_requests[:] = [request for request in self.active_requests if id(request) not in gone]
-        self._enqueue_responses([_error_response(request, error_msg or "error") for request in failed])
+        asked = [request for request in failed if not request.is_dummy]
+        self._enqueue_responses([_error_response(request, error_msg or "error") for request in asked])
         for request in failed:
             self._terminate_request(request)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class BatchState:
-    """A launched step that waits for its tokens to be read; the batch is `sample_state.scheduled_requests`."""
+    """A launched step whose tokens are not read; the batch is `sample_state.scheduled_requests`."""
 
     sample_state: SampleState
     iter_start_time: float = 0.0

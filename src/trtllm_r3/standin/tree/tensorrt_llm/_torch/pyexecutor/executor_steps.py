@@ -24,7 +24,7 @@ class ExecutorSteps(IterationStats, ExecutorResponses):
     # ---- fetch and schedule ----
 
     def _prepare_and_schedule_batch(self) -> tuple[ScheduledRequests | None, dict[str, Any] | None]:
-        """The coming step's requests, and the statistics it is going to fill; None when the loop has to end."""
+        """The coming step's requests, and the statistics it will fill; None when the loop has to end."""
         new_requests = self._fetch_and_activate_new_requests()
         if self.should_stop_processing:
             return None, None
@@ -63,7 +63,7 @@ class ExecutorSteps(IterationStats, ExecutorResponses):
             raise ValueError(f"prompt of {length} tokens: max_seq_len is {self.max_seq_len}")
         if length > self.max_num_tokens and not self.llm_args.enable_chunked_prefill:
             raise ValueError(
-                f"prompt of {length} tokens: max_num_tokens is {self.max_num_tokens} and enable_chunked_prefill is off"
+                f"prompt of {length} tokens: max_num_tokens is {self.max_num_tokens}, chunked prefill is off"
             )
         if needed > self.kv_cache_manager.get_max_resource_count():
             raise ValueError(
@@ -99,7 +99,7 @@ class ExecutorSteps(IterationStats, ExecutorResponses):
         return scheduled
 
     def _forget_batch_idx_of_skipped(self, scheduled: ScheduledRequests) -> None:
-        """What a request generated before it was left out of a step is known to the host when it comes back."""
+        """What a request generated is known to the host once it was left out of a step."""
         running = [r for r in self.active_requests if r.state == LlmRequestState.GENERATION_IN_PROGRESS]
         if len(running) > len(scheduled.generation_requests):
             chosen = set(map(id, scheduled.generation_requests))
@@ -193,7 +193,7 @@ class ExecutorSteps(IterationStats, ExecutorResponses):
     # ---- update ----
 
     def _update_request_states(self, scheduled_requests: ScheduledRequests) -> None:
-        """After a launch: prompts advance; with overlap, what ends by length with this step is not run again."""
+        """After a launch: prompts advance; with overlap, what ends by length is not run again."""
         self._update_request_states_tp(scheduled_requests)
 
     def _update_request_states_tp(self, scheduled_requests: ScheduledRequests) -> None:

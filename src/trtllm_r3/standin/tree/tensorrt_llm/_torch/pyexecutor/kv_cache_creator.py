@@ -26,8 +26,8 @@ _DUMMY_PROMPT = 512
 class KvCacheCreator:
     """Builds KV cache managers of an engine.
 
-    Where `kv_cache_config.max_tokens` is not given, a first executor with a small cache runs dummy requests, and the
-    rest of the memory is what the final cache gets (`configure_kv_cache_capacity`).
+    Where `kv_cache_config.max_tokens` is not given, a first executor with a small cache runs dummy requests,
+    and the rest of the memory is what the final cache gets (`configure_kv_cache_capacity`).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class KvCacheCreator:
         resources[ResourceManagerType.DRAFT_KV_CACHE_MANAGER] = None
 
     def configure_kv_cache_capacity(self, py_executor: PyExecutor) -> None:
-        """Run dummy requests on the first executor, end it, and size the next cache. RuntimeError if they fail."""
+        """Run dummies on the first executor, end it, size the next cache. RuntimeError if they fail."""
         requests = self._create_dummy_context_requests(py_executor.max_seq_len)
         ids = py_executor.enqueue_requests(requests)
         py_executor.is_warmup = True

@@ -110,7 +110,7 @@ def _joined(parts: dict[str, list[torch.Tensor]] | None) -> dict[str, torch.Tens
 
 
 class LlmResult:
-    """A result: fields of `Result` (after `deserialize()`) and of `PyResult`. Further attributes travel along."""
+    """Fields of `Result` (after `deserialize()`) and of `PyResult`. Further attributes travel along."""
 
     py_result_properties = frozenset(
         (

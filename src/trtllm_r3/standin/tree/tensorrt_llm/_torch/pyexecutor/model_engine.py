@@ -45,6 +45,7 @@ class ModelEngine(ABC):
     ) -> dict[str, torch.Tensor]:
         """The model's outputs for a batch."""
 
+    @abstractmethod
     def warmup(self, resource_manager: ResourceManager) -> None:
         """Run dummies before the first request."""
 
@@ -52,8 +53,8 @@ class ModelEngine(ABC):
 class PyTorchModelEngine(EngineWarmup, ModelEngine):
     """A model with its input buffers, attention metadata and graphs.
 
-    `llm_args` are the engine's options; `model` replaces what would be loaded from `model_path`. ValueError for a
-    `max_seq_len` beyond what the model has positions for.
+    `llm_args` are the engine's options; `model` replaces what would be loaded from `model_path`. ValueError
+    for a `max_seq_len` beyond what the model has positions for.
     """
 
     def __init__(
@@ -133,10 +134,10 @@ class PyTorchModelEngine(EngineWarmup, ModelEngine):
         num_accepted_tokens_device: torch.Tensor | None = None,
         req_id_to_old_request: Any = None,
     ) -> dict[str, torch.Tensor]:
-        """`{"logits": [rows, vocab]}`, float32: one row for each request, or with `gather_context_logits` for each token.
+        """`{"logits": [rows, vocab]}`, float32: contexts in order, then generations.
 
-        Rows: contexts in order, then generations. `new_tensors_device` are the tokens of the step before, where
-        the host has not read them yet.
+        One row for each request, or with `gather_context_logits` for each token. `new_tensors_device` are the
+        tokens of the step before, where the host has not read them yet.
         """
         manager: KVCacheManager = resource_manager.get_resource_manager(self.kv_cache_manager_key)
         attn_metadata = self._set_up_attn_metadata(manager)

@@ -42,7 +42,7 @@ class HostInputs:
         self.num_contexts += 1
 
     def add_generation(self, request: LlmRequest, overlapped: bool) -> None:
-        """The row of the newest token, which the host does not know if the step before is still `overlapped`."""
+        """The row of the newest token, unknown to the host if the step before is still `overlapped`."""
         slot = request.py_batch_idx
         if overlapped and slot is not None and not request.is_dummy:
             self.from_device.append((len(self.input_ids), slot))

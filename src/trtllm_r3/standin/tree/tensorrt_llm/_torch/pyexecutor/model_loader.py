@@ -21,7 +21,7 @@ class ModelLoader:
         self.max_num_tokens, self.max_seq_len = max_num_tokens, max_seq_len
 
     def load(self, checkpoint_dir: str | Path) -> nn.Module:
-        """The model with its weights, on the engine's device. ValueError for a checkpoint that can't be run."""
+        """The model with its weights, on the engine's device. ValueError if it can't be run."""
         with get_device():
             model = AutoModelForCausalLM.from_config(self._config(checkpoint_dir))
         model.load_weights(load_weights(checkpoint_dir))

@@ -44,7 +44,8 @@ __all__ = [
 class PyExecutor(ExecutorSteps):
     """Runs requests in a thread of its own, one step after another.
 
-    With overlap a step is launched before the tokens of the last one are read. Requests are enqueued, awaited and cancelled from other threads. ValueError for what it can't do.
+    With overlap a step is launched before the tokens of the last one are read. Requests are enqueued, awaited
+    and cancelled from other threads. ValueError for what it can't do.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def create_py_executor(
 ) -> PyExecutor:
     """The executor of an engine, its loop running. ValueError for options that can't be honoured.
 
-    Without `kv_cache_config.max_tokens` an executor is built twice: once to find out the size of the KV cache.
+    Without `kv_cache_config.max_tokens` it is built twice, first to find out the size of the KV cache.
     """
     args = _with_sizes(llm_args)
     mapping = args.parallel_config.to_mapping()

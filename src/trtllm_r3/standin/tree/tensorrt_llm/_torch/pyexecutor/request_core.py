@@ -22,8 +22,8 @@ class LlmRequestState(enum.IntEnum):
 class RequestCore:
     """One sequence of beam width 1: the prompt, then what is generated.
 
-    Positions are absolute. The prompt is computed in chunks: `context_current_position` is the first token not
-    yet computed, `context_chunk_size` what the coming step takes.
+    Positions are absolute. The prompt is computed in chunks: `context_current_position` is the first token
+    not yet computed, `context_chunk_size` what the coming step takes.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RequestCore:
         return self.max_num_generated_tokens + 1 >= self.max_new_tokens
 
     def pause(self, max_input_len: int) -> None:
-        """Become a request that has everything generated so far in its prompt; positions stay what they are."""
+        """Become a request with all that was generated in its prompt; positions stay what they are."""
         new_prompt_len = min(max_input_len, len(self._tokens))
         del self._tokens[new_prompt_len:]
         self.max_new_tokens -= new_prompt_len - self.prompt_len

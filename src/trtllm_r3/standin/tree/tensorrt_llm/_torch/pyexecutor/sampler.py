@@ -22,7 +22,7 @@ __all__ = ["SampleState", "SampleStateTensors", "SampleStateTorch", "Sampler", "
 
 @dataclass
 class SampleStateTensors:
-    """Tokens of a step, int32 `[1, max_num_sequences, 1]` by sequence slot, with log-probabilities if asked for."""
+    """Tokens of a step, int32 `[1, max_num_sequences, 1]` by slot, and log-probabilities if asked for."""
 
     new_tokens: torch.Tensor
     log_probs: TopLogProbs | None = None
@@ -63,6 +63,7 @@ class Sampler(ABC):
         """Where beams read their past: there are none."""
         return None
 
+    @abstractmethod
     def validate_request(self, request: LlmRequest) -> None:
         """ValueError for a request that can't be sampled."""
 
@@ -70,8 +71,8 @@ class Sampler(ABC):
 class TorchSampler(Sampler):
     """Greedy, temperature, top-k and top-p, with end id, stop words, length and minimum length.
 
-    A row's random number depends on the request's seed and the token's position, so that batching changes nothing.
-    A request without a seed takes its request id.
+    A row's random number depends on the request's seed and the token's position, so that batching changes
+    nothing. A request without a seed takes its request id.
     """
 
     @dataclass(frozen=True, kw_only=True)
