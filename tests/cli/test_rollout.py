@@ -92,6 +92,20 @@ def test_a_request_that_fails_in_the_engine_is_a_bad_line(llm, rollout, tmp_path
     assert errors(tmp_path) == []
 
 
+def test_an_engine_in_this_process_refuses_at_once_and_the_others_run(llm, rollout, tmp_path):
+    from tensorrt_llm.llmapi import RequestError
+
+    def refuse(inputs: Any, params: Any) -> Any:
+        if inputs == "number 1":
+            raise RequestError("no room for output")
+        return FakeLLM.generate_async(llm, inputs, params)
+
+    llm.generate_async = refuse
+    assert rollout(PROMPTS[:3]).exit_code == 1
+    check_whole(tmp_path, [1, 3])
+    assert [(e["line"], e["error"]) for e in errors(tmp_path)] == [(2, "no room for output")]
+
+
 def test_a_finished_run_does_nothing_more_and_new_prompts_are_added(llm, rollout, tmp_path):
     assert rollout(PROMPTS[:10]).exit_code == 0
     before = records(tmp_path)
@@ -281,6 +295,30 @@ def test_an_engine_that_cannot_be_built_says_the_whole_reason(llm, rollout, monk
     result = rollout(PROMPTS[:1])
     assert result.exit_code == 2
     assert "layer 3 routes inside its kernel" in result.stderr
+
+
+def test_the_stand_in_is_built_small_unless_told_otherwise(standin):
+    plain = engine._arguments(engine._completed(engine.EngineOptions(model="m")))
+    assert (plain["max_batch_size"], plain["max_num_tokens"], plain["enable_chunked_prefill"]) == (
+        16,
+        1024,
+        True,
+    )
+    assert plain["cuda_graph_config"].max_batch_size == 16
+    assert plain["kv_cache_config"].enable_block_reuse is False
+    options = engine.EngineOptions(
+        model="m", max_batch_size=4, cuda_graphs=False, overlap=False, block_reuse=True, kv_tokens=64,
+        moe_backend="VANILLA", moe_max_num_tokens=8, extra={"stream_interval": 2},
+    )  # fmt: skip
+    given = engine._arguments(engine._completed(options))
+    assert (given["max_batch_size"], given["disable_overlap_scheduler"], given["stream_interval"]) == (
+        4,
+        True,
+        2,
+    )
+    assert given["cuda_graph_config"] is None
+    assert (given["kv_cache_config"].enable_block_reuse, given["kv_cache_config"].max_tokens) == (True, 64)
+    assert (given["moe_config"].backend, given["moe_config"].max_num_tokens) == ("VANILLA", 8)
 
 
 def test_it_says_which_engine_runs(llm, rollout, monkeypatch):

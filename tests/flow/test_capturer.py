@@ -58,7 +58,9 @@ def test_rows_of_other_ranks_are_not_written(mode: str) -> None:
     assert missing(capturer, 7)[3:] == [[0, 1, 2, 3, 4]] * 4
 
 
-@pytest.mark.parametrize("run", [*GOOD_RUNS, Run(silent=(2,)), Run(twice=(3,)), Run(copies=True, chunk=3)], ids=repr)
+@pytest.mark.parametrize(
+    "run", [*GOOD_RUNS, Run(silent=(2,)), Run(twice=(3,)), Run(copies=True, chunk=3)], ids=repr
+)
 def test_both_modes_fill_the_buffer_alike(run: Run) -> None:
     step, layer = capturer_of(SHAPE, "step"), capturer_of(SHAPE, "layer")
     for capturer in (step, layer):

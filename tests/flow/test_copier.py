@@ -52,7 +52,10 @@ def test_a_full_ring_refuses_until_a_ticket_is_released() -> None:
     copier.release(ticket)
     assert copier.stage(layout_of(4, 2), buffer(4))
     stream.land(2)
-    assert [(int(t.host_RLK[0, 0, 0]), t.layout.step) for t in (copier.landed(), copier.landed())] == [(2, 2), (4, 4)]
+    assert [(int(t.host_RLK[0, 0, 0]), t.layout.step) for t in (copier.landed(), copier.landed())] == [
+        (2, 2),
+        (4, 4),
+    ]
 
 
 def test_only_steps_asked_for_are_waited_for() -> None:

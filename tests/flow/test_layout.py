@@ -41,7 +41,9 @@ def test_a_decode_step_takes_one_row_of_each_and_passes_over_dummies() -> None:
     assert wanted(layout) == [(1, 3, 4, 17), (3, 1, 6, 5)]
 
 
-@pytest.mark.parametrize("spans", [[], [(SKIP, -1, 0, 4)], [(1, 1, 3, 0)]], ids=["empty", "dummies", "no rows"])
+@pytest.mark.parametrize(
+    "spans", [[], [(SKIP, -1, 0, 4)], [(1, 1, 3, 0)]], ids=["empty", "dummies", "no rows"]
+)
 def test_a_step_may_hold_no_row_that_anybody_wants(spans: list[tuple[int, int, int, int]]) -> None:
     assert wanted(layout_of(*spans)) == []
 

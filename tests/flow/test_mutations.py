@@ -37,13 +37,17 @@ MUTANTS = {
         checks.check_keep_alive,
     ),
     "forget the ids at the gather": Mutant(
-        RouteCapturer, "_close_pass", "self._open = False", "self._open = self._kept.clear()", checks.check_keep_alive
+        RouteCapturer,
+        "_close_pass",
+        "self._open = False",
+        "self._open = self._kept.clear()",
+        checks.check_keep_alive,
     ),
     "drop the poison": Mutant(
         RouteRecorder, "begin_step", ".fill_(self.capturer.poison)", "", checks.check_poison
     ),
     "off by one position in a mixed step": Mutant(
-        StepLayout, "wanted", "row - first[span]", "row - first[span] + 1", checks.check_positions
+        StepLayout, "wanted", "self.positions - first", "self.positions - first + 1", checks.check_positions
     ),
     "off by one position in a decode step": Mutant(
         StepLayout, "wanted", "self.positions[rows]", "self.positions[rows] + 1", checks.check_positions

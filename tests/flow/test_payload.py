@@ -41,7 +41,9 @@ def packed(
 
 
 @pytest.mark.parametrize(
-    "shape", [SHAPE, Shape(experts=256), Shape(experts=300), Shape(top_k=1), Shape(top_k=1, experts=256)], ids=str
+    "shape",
+    [SHAPE, Shape(experts=256), Shape(experts=300), Shape(top_k=1), Shape(top_k=1, experts=256)],
+    ids=str,
 )
 def test_what_is_packed_is_unpacked(shape: Shape) -> None:
     ids = ids_of(9, shape=shape)
@@ -49,7 +51,11 @@ def test_what_is_packed_is_unpacked(shape: Shape) -> None:
     routes = unpack(Payload(*pickle.loads(pickle.dumps(tuple(payload)))), 3)
     assert np.array_equal(routes.ids.numpy(), ids)
     assert routes.complete is True
-    assert (routes.top_k, routes.num_experts, routes.moe_layer_ids) == (shape.top_k, shape.experts, (2, 3, 4, 5, 6))
+    assert (routes.top_k, routes.num_experts, routes.moe_layer_ids) == (
+        shape.top_k,
+        shape.experts,
+        (2, 3, 4, 5, 6),
+    )
     assert routes.counters == {"rows": 9}
 
 

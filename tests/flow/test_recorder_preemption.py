@@ -31,7 +31,9 @@ def recompute(loop: FakeLoop, request: FakeRequest, chunk: int = 4) -> None:
 
 @pytest.mark.parametrize("drop", [0, 1])
 @pytest.mark.parametrize("landed", [True, False])
-def test_rows_of_the_first_pass_stay_and_the_dropped_token_s_row_is_rewritten(drop: int, landed: bool) -> None:
+def test_rows_of_the_first_pass_stay_and_the_dropped_token_s_row_is_rewritten(
+    drop: int, landed: bool
+) -> None:
     loop = FakeLoop(staging_slots=6)
     request = started(loop, 5)
     loop.step([(request, 1)])

@@ -39,7 +39,9 @@ def test_the_extra_row_of_an_overlapped_loop_is_dropped(loop: FakeLoop) -> None:
     assert len(loop.finish(request, cut=1)) == 9
 
 
-def test_chunks_of_a_prompt_beside_decoding_requests_and_dummies_land_where_they_belong(loop: FakeLoop) -> None:
+def test_chunks_of_a_prompt_beside_decoding_requests_and_dummies_land_where_they_belong(
+    loop: FakeLoop,
+) -> None:
     old, new = loop.submit(PROMPT), loop.submit(range(100, 113))
     loop.step([(old, 4)])
     loop.step([(new, 5), (None, 2), (old, 3)])

@@ -149,7 +149,11 @@ OPERATIONS = st.lists(
 
 
 def run_on_both(
-    store: PerRequestRouteStore, slots: list[int], model: list[dict[int, tuple[int, int]]], operation: tuple, salt: int
+    store: PerRequestRouteStore,
+    slots: list[int],
+    model: list[dict[int, tuple[int, int]]],
+    operation: tuple,
+    salt: int,
 ) -> None:
     """One operation on the store and on dictionaries position -> (cause, salt)."""
     kind, owner, first, count = operation

@@ -191,9 +191,7 @@ def check(routes: Routes, request: FakeRequest, stop: int, shape: Shape) -> None
     assert routes.missing.tolist() == [row.cause != "captured" for row in rows]
     assert routes.epochs.tolist() == [row.epoch for row in rows]
     have = ~routes.missing.numpy()
-    wanted = expected_ids(
-        request.tokens[request.start : stop], positions, shape, [row.nonce for row in rows]
-    )
+    wanted = expected_ids(request.tokens[request.start : stop], positions, shape, [row.nonce for row in rows])
     assert np.array_equal(routes.ids.numpy()[have], wanted[have])
     assert routes.complete == (not causes)
 

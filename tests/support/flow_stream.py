@@ -22,7 +22,9 @@ class HeldEvent:
 
     def synchronize(self) -> None:
         if self.number > self.stream.may_wait_through:
-            raise AssertionError(f"waited for copy {self.number}, allowed up to {self.stream.may_wait_through}")
+            raise AssertionError(
+                f"waited for copy {self.number}, allowed up to {self.stream.may_wait_through}"
+            )
         self.stream.waits += 1
         self.stream.land(self.number + 1 - self.stream.landed)
 

@@ -110,14 +110,14 @@ def _run(job: work.Rollout, prompts: Path, vocab_size: int | None) -> int:
 
 @contextlib.contextmanager
 def _shut_down_after(llm: Any) -> Iterator[None]:
-    """End the engine; after an interrupt its worker is often gone already, which is nothing to report."""
+    """End the engine; whatever that runs into, the results are on disk."""
     try:
         yield
     finally:
         try:
             llm.shutdown()
         except Exception as exc:
-            say(f"while the engine was shut down: {type(exc).__name__}: {exc}", "yellow")
+            say(f"the engine did not end by itself: {type(exc).__name__}: {exc}", "yellow")
 
 
 @contextlib.contextmanager

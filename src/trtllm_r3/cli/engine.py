@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -34,7 +34,10 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How to build it. None leaves the engine's own default; `extra` are further arguments of LLM."""
+    """How to build it. None: the engine's own default, but small sizes on the stand-in.
+
+    `extra` are further arguments of LLM.
+    """
 
     model: str
     tokenizer: str | None = None
@@ -49,6 +52,10 @@ class EngineOptions:
     moe_backend: str | None = None
     moe_max_num_tokens: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+# The engine's defaults are those of a large GPU, and warm-up would record as many graphs.
+_ON_A_CPU = {"max_batch_size": 16, "max_num_tokens": 1024, "chunked_prefill": True, "cuda_graphs": True}
 
 
 def choose() -> Engine:
@@ -69,10 +76,18 @@ def build(options: EngineOptions, *, routes: bool = True) -> Any:
     if routes:
         enable()
     llm_class = importlib.import_module("tensorrt_llm").LLM
-    arguments = _arguments(options)
+    arguments = _arguments(_completed(options))
     if routes:
         arguments["enable_return_routed_experts"] = True
     return llm_class(**arguments)
+
+
+def _completed(options: EngineOptions) -> EngineOptions:
+    if standin.installed() is None:
+        return options
+    open_ones = {f.name for f in fields(options) if getattr(options, f.name) is None}
+    small: dict[str, Any] = {name: value for name, value in _ON_A_CPU.items() if name in open_ones}
+    return replace(options, **small)
 
 
 def _arguments(options: EngineOptions) -> dict[str, Any]:

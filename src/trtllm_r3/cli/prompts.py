@@ -143,6 +143,8 @@ def _inputs(record: Mapping[str, Any], vocab_size: int | None) -> str | list[int
     if tokens is None:
         if not isinstance(text, str) or not text:
             raise ValueError(f"prompt must be a string that is not empty, found {_short(text)}")
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ValueError("prompt has half of a surrogate pair, which is no character")
         return text
     if not _integers(tokens):
         raise ValueError(f"prompt_token_ids must be a list of token ids, not empty, found {_short(tokens)}")

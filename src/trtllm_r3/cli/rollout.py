@@ -154,7 +154,9 @@ class Rollout:
         try:
             params = engine.sampling_params(return_routed_experts=True, **options)
             return self.llm.generate_async(prompt.inputs, params)
-        except (ValueError, TypeError) as exc:
+        except Exception as exc:
+            if not isinstance(exc, (ValueError, TypeError)) and not engine.is_fault_of_one_request(exc):
+                raise
             self._complain(BadLine(prompt.line, str(exc), prompt.id))
             return None
 

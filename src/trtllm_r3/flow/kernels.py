@@ -62,4 +62,3 @@ def narrow(
         ids, routes_RLK, witness_RK, groups, row, first, groups // ids.shape[0], routes_RLK.shape[1],
         witness, num_experts, marks[0], marks[1], top_k, triton.next_power_of_2(top_k), _GROUPS,
     )  # fmt: skip
-

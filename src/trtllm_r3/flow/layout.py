@@ -39,11 +39,12 @@ class StepLayout:
             rows = np.flatnonzero(self.slots != SKIP)
             return rows, self.slots[rows], self.stamps[rows], self.positions[rows]
         first = np.cumsum(counts) - counts
-        row = np.arange(self.rows, dtype=np.int64)
         span = np.repeat(np.arange(len(counts)), counts)
+        row = np.arange(len(span), dtype=np.int64)
         keep = self.slots[span] != SKIP
-        row, span = row[keep], span[keep]
-        return row, self.slots[span], self.stamps[span], self.positions[span] + row - first[span]
+        if not keep.all():
+            row, span = row[keep], span[keep]
+        return row, self.slots[span], self.stamps[span], (self.positions - first)[span] + row
 
     def reaches(self, slot: int, stamp: int, before: int) -> bool:
         """Whether this step holds a row of that request at a position below `before`."""

@@ -37,7 +37,7 @@ class Routes:
         over prompt and answer; a whole sequence of S tokens has S - 1 rows, since the last token was
         never fed to the model. None if there are no routes at all; then `why_none` says why.
     moe_layer_ids: decoder index of each layer of the L axis (dense layers are not on it).
-    gaps: the missing rows. versions: which weights routed which rows; rows that were never computed are in none.
+    gaps: the missing rows. versions: which weights routed which rows; none for rows never computed.
     source: "trtllm-r3", or "native" where the engine's own feature made them; then `complete` is None.
     counters: what the worker that captured these rows has counted so far.
     """

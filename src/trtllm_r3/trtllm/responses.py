@@ -81,7 +81,8 @@ def _receive(result: Any, reasons: Any, tensors: Any, index: int) -> None:
     output, meta = result._outputs[index], getattr(tensors, _META, None)
     if meta is not None:
         routes = unpack(Payload(getattr(tensors, _IDS), meta), len(output.token_ids))
-        runtime().heard_from(str(routes.counters.get("pid", "?")), routes.counters)
+        if "pid" in routes.counters:
+            runtime().heard_from(str(routes.counters["pid"]), routes.counters)
     elif reasons and reasons[0].name != "NOT_FINISHED":
         routes = Routes(None, why_none="worker not armed")
     else:

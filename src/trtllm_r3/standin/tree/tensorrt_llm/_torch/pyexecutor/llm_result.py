@@ -45,11 +45,11 @@ class PyResult:
 
     def append_context_logits(self, logits: torch.Tensor) -> None:
         """Add logits of prompt tokens, `[tokens, vocab]`."""
-        self._context_logits.append(logits.cpu())
+        self._context_logits.append(logits.to("cpu", copy=True))
 
     def append_generation_logits(self, logits: torch.Tensor) -> None:
         """Add the logits that the next token is chosen from, `[1, vocab]`."""
-        self._generation_logits.append(logits.cpu())
+        self._generation_logits.append(logits.to("cpu", copy=True))
 
     def append_log_probs(
         self, log_probs: list[TokenLogprobs], cum_log_probs: list[float] | None = None
