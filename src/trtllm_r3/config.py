@@ -26,6 +26,8 @@ class Config:
     on_gap: a row that could not be captured is -1 ("sentinel"), or reading the result raises
         RoutesMissing ("error").
     native: on an engine that returns routes by itself, "override" uses this package, "defer" leaves it alone.
+    shared_cache_tokens: for how many tokens of the engine's KV cache rows are kept on the host, for requests
+        that hit them: -1 all of them, 0 none (hits are then missing).
     staging_slots: steps whose rows may be on their way to the host at once (2 or more).
     """
 
@@ -35,6 +37,7 @@ class Config:
     fused: Literal["refuse", "separate"] = field(default="refuse", metadata={"env": "TRTLLM_R3_FUSED"})
     on_gap: Literal["sentinel", "error"] = field(default="sentinel", metadata={"env": "TRTLLM_R3_ON_GAP"})
     native: Literal["override", "defer"] = field(default="override", metadata={"env": "TRTLLM_R3_NATIVE"})
+    shared_cache_tokens: int = field(default=-1, metadata={"env": "TRTLLM_R3_SHARED_CACHE_TOKENS"})
     staging_slots: int = field(default=4, metadata={"env": "TRTLLM_R3_STAGING_SLOTS"})
 
     def __post_init__(self) -> None:

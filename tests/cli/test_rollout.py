@@ -133,7 +133,7 @@ def test_what_is_finished_when_the_run_ends_early_is_kept_and_not_repeated(llm, 
     assert result.exit_code == (130 if isinstance(ending, KeyboardInterrupt) else 1)
     assert "goes on from there" in result.stderr
     kept = len(records(tmp_path))
-    assert kept == 8
+    assert 8 <= kept < 12  # those of the four in flight that ended in the same moment
     check_whole(tmp_path, sorted(r["line"] for r in records(tmp_path)))
     llm.on_end, llm.asked = lambda request: None, 0
     assert rollout(PROMPTS).exit_code == 0

@@ -19,6 +19,7 @@ trtllm_r3.standin.install()
 from support.checkpoints import write_oracle_checkpoint  # noqa: E402
 from support.loop import answers, enqueue, executor, request, tokens_of  # noqa: E402
 from support.oracle import expected_continuation  # noqa: E402
+from tensorrt_llm._torch.device import get_device  # noqa: E402
 from tensorrt_llm._torch.pyexecutor.sampling_utils import (  # noqa: E402
     Strategy,
     resolve_strategy,
@@ -38,7 +39,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def draw(logits: torch.Tensor, strategy: Strategy, count: int) -> Counter[int]:
-    rows = logits.expand(count, -1)
+    rows = logits.expand(count, -1).to(get_device())
     draws = [uniform(1, position) for position in range(count)]
     return Counter(sample_rows(rows, [strategy] * count, draws).tolist())
 
@@ -75,7 +76,7 @@ def test_top_k_and_top_p_cut_the_tail() -> None:
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 9))
 def test_a_row_gets_the_same_token_in_any_company(seed: int, rows: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, 50, generator=generator)
+    logits = torch.randn(rows, 50, generator=generator).to(get_device())
     kinds = [
         Strategy(greedy=True),
         Strategy(0.7),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import engine
+from . import engine, model_files
 from . import rollout as work
 from .prompts import BadLine, count_prompts
 from .resume import RunRefused
@@ -46,7 +46,7 @@ def rollout(
         name = announced()
         model = Path(options.model)
         engine.sampling_params(**sampling)
-        made_with = work.made_with(name, model, sampling, seed)
+        made_with = model_files.made_with(name, model, sampling, seed)
         folder = RunFolder(out, made_with, shard_prompts)
     except (RunRefused, ValueError, OSError, RuntimeError, ImportError) as exc:
         say(f"{type(exc).__name__}: {exc}", "red")
@@ -56,10 +56,10 @@ def rollout(
         if llm is None:
             return USAGE
         if llm.tokenizer is None:
-            sampling = {**work.without_tokenizer(model), **sampling}
+            sampling = {**model_files.without_tokenizer(model), **sampling}
         with _shut_down_after(llm), _ended_like_ctrl_c(), _progress(prompts) as progress:
             job = work.Rollout(llm, folder, sampling, seed=seed, in_flight=in_flight, progress=progress)
-            code = _run(job, prompts, work.vocabulary(model))
+            code = _run(job, prompts, model_files.vocabulary(model))
     _print_summary(job.summary, out)
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from . import engine, rollout
+from . import engine, model_files, rollout
 from .demo_model import build_checkpoint, quiet, write_prompts
 from .reference import Comparison, Reference
 from .shards import read_rollouts
@@ -61,6 +63,7 @@ class Checked:
 def run_demo(root: Path, count: int, console: Console) -> bool:
     """Everything, in an empty folder. Prints a table; False if a row is wrong or missing that must not be."""
     root.mkdir(parents=True, exist_ok=True)
+    _one_thread()
     with quiet():
         checkpoint = build_checkpoint(root / "model")
         prompts = root / "prompts.jsonl"
@@ -86,6 +89,12 @@ def run_demo(root: Path, count: int, console: Console) -> bool:
     if not problems:
         console.print("every captured row is the one that transformers routes", style="green")
     return not problems
+
+
+def _one_thread() -> None:
+    """A model this small is slower on several threads; workers take the number from the environment."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager
@@ -129,9 +138,9 @@ def _timed(llm: Any, lines: Sequence[dict[str, Any]], **ask: Any) -> Timed:
 
 
 def _roll(llm: Any, options: engine.EngineOptions, prompts: Path, out: Path) -> None:
-    made_with = rollout.made_with(engine.choose(), Path(options.model), {}, 0)
+    made_with = model_files.made_with(engine.choose(), Path(options.model), {}, 0)
     with contextlib.closing(RunFolder(out, made_with)) as folder:
-        rollout.Rollout(llm, folder, {}).run(prompts, rollout.vocabulary(Path(options.model)))
+        rollout.Rollout(llm, folder, {}).run(prompts, model_files.vocabulary(Path(options.model)))
 
 
 def check(rollouts: Path, reference: Reference) -> Checked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from . import engine
 from .prompts import BadLine, Prompt, read_prompts
 from .resume import RunRefused
 from .store import RunFolder
-
-_MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json")
 
 
 @dataclass
@@ -52,34 +49,6 @@ class Progress:
 
     advance: Callable[[], None] = lambda: None
     complain: Callable[[BadLine], None] = lambda bad: None
-
-
-def made_with(name: engine.Engine, model: Path, sampling: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What decides the content of the answers; options that only decide the speed are left out."""
-    files = {f: _digest(model / f) for f in _MODEL_FILES if (model / f).is_file()}
-    weights = {f.name: f.stat().st_size for f in sorted(model.glob("*.safetensors"))}
-    return {"engine": str(name), "model": {**files, **weights}, "sampling": dict(sampling), "seed": seed}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def vocabulary(model: Path) -> int | None:
-    """Number of token ids that the model knows, if its configuration says."""
-    size = _config(model).get("vocab_size")
-    return size if isinstance(size, int) else None
-
-
-def _config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return {**config, **config.get("text_config", {})}
-
-
-def without_tokenizer(model: Path) -> dict[str, Any]:
-    """Sampling options that an LLM without tokenizer needs: which token ends an answer."""
-    end = _config(model).get("eos_token_id")
-    return {"end_id": end[0] if isinstance(end, list) else -1 if end is None else end}
 
 
 def derived_seed(seed: int, line: int) -> int:

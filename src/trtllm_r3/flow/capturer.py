@@ -148,6 +148,18 @@ class RouteCapturer:
         """Something went wrong inside a hook: nothing of this pass can be trusted."""
         self._void = True
 
+    def rewritten(self, layer: int) -> None:
+        """The ids of a layer are written to after routing: from now on they are written down at once.
+
+        What was kept of its current run is no longer what the router chose.
+        """
+        if layer not in self.by_layer:
+            log.warning(
+                "MoE layer %d writes to its expert ids after routing; it is captured by itself", layer
+            )
+            self.by_layer.add(layer)
+            self.routes_RLK[:, layer].fill_(ops.mark(ops.CHANGED, self.top_k))
+
     def _open_pass(self) -> None:
         # Not earlier: an eager forward's ids may still be read by the gather on another stream.
         self._kept.clear()
@@ -189,10 +201,7 @@ class RouteCapturer:
     def _demote_changed(self) -> None:
         for layer, ids, clone in self._clones:
             if layer not in self.by_layer and not torch.equal(ids, clone):
-                log.warning(
-                    "MoE layer %d writes to its expert ids after routing; it is captured by itself", layer
-                )
-                self.by_layer.add(layer)
+                self.rewritten(layer)
         self._clones.clear()
 
 

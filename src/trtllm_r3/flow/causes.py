@@ -16,13 +16,13 @@ class Cause(IntEnum):
     NOT_CAPTURED = 2  # at least one layer did not report ids in that forward
     OUT_OF_RANGE = 3  # a layer reported an id outside [0, num_experts)
     CHANGED = 4  # a layer's ids were written to after routing
-    PREFIX = 5  # taken from the KV cache; computed for another request
+    PREFIX = 5  # taken from the KV cache, and the rows of what it holds are not known
     LAYOUT = 6  # the engine fed other rows than the schedule says
     POSITION = 7  # rows of the request are not consecutive
     STAGING = 8  # every staging slot was still on its way to the host
     BUFFER = 9  # the forward had more rows than the buffer
     FAULT = 10  # a hook failed; see status()
-    NOT_RECORDED = 11  # the request asked after capture was switched off by a fault
+    KV_RECOMPUTED = 11  # taken from a KV block of which nobody can prove who computed it
 
     @property
     def label(self) -> str:

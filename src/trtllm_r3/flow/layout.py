@@ -26,6 +26,7 @@ class StepLayout:
     stamps: Ints
     positions: Ints
     counts: Ints
+    kv: Ints | None = None  # per wanted row: its KV slot (block * B + offset), -1 = none
 
     @property
     def rows(self) -> int:

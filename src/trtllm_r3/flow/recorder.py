@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,20 +21,22 @@ import torch
 from .capturer import RouteCapturer
 from .causes import Cause
 from .copier import RouteCopier, Stream, Ticket
+from .incarnations import Incarnations
 from .layout import SKIP, Ints, StepLayout
 from .payload import Payload, pack
-from .request_store import PerRequestRouteStore
-
-_BROKEN = -2  # next position of a request whose rows were not consecutive: matches none
+from .request_store import Causes, PerRequestRouteStore
+from .shared_cache import Lease, SharedRouteCache
 
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """What a recorder knows of one request that asked for its routes."""
+    """What a recorder knows of one request. One that did not ask still feeds the shared cache."""
 
     recorder: RouteRecorder
     slot: int
     start: int
+    asked: bool = True
+    lease: Lease | None = None
     prefix: int = 0  # positions that the KV cache supplied at the first step
     paused: bool = False
     released: bool = False
@@ -71,27 +73,51 @@ class RouteRecorder:
         self.degraded = ""  # why nothing is captured any more
         self.counters: Counter[str] = Counter()
         self._step = 0
-        self._stamp = 0
         self._layout: StepLayout | None = None
-        self._next = np.zeros(0, np.int64)  # per slot: the position that must come next
-        self._stamps = np.zeros(0, np.int64)  # per slot: the incarnation that may write
-        self._older = np.zeros(0, np.int64)  # the incarnation before it, which may write below _limit
-        self._limit = np.zeros(0, np.int64)
+        self._incarnations = Incarnations()
+        self.cache: SharedRouteCache | None = None
 
     # -- requests
 
-    def open(self, *, start: int, position: int) -> Track:
-        """A request that asked is seen for the first time; it computes from `position` on."""
-        track = Track(self, self.store.open(), start, prefix=position)
-        self._fit(track.slot)
-        self._next[track.slot], self._older[track.slot] = position, -1
-        self._stamps[track.slot] = self._new_stamp()
-        self.counters["requests"] += 1
+    def make_cache(self, *, blocks: int, tokens_per_block: int) -> SharedRouteCache:
+        """A cache for this model's rows and so many KV blocks."""
+        store = self.store
+        return SharedRouteCache(
+            blocks=blocks,
+            tokens_per_block=tokens_per_block,
+            layers=store.layers,
+            top_k=store.top_k,
+            dtype=store.dtype,
+        )
+
+    def share(self, cache: SharedRouteCache | None) -> None:
+        """Rows of KV blocks are kept in `cache` from now on; None: hits have no rows."""
+        self.cache = cache
+
+    def open(self, *, start: int, position: int, asked: bool = True) -> Track:
+        """A request is seen for the first time; it computes from `position` on."""
+        track = Track(self, self.store.open(), start, asked, prefix=position)
+        self._incarnations.open(track.slot, position, asked)
+        self.counters["requests"] += asked
         return track
 
-    def pause(self, track: Track) -> None:
-        """The engine took the request's KV memory away; it will come back, or be cancelled."""
+    def lend(
+        self, track: Track, *, scope: bytes, blocks: Sequence[int], tokens: Sequence[int], position: int
+    ) -> None:
+        """The KV blocks in which a request starts to compute at `position`; those before are hits."""
+        if self.cache is not None:
+            track.lease = self.cache.lease(track.slot, scope, blocks, tokens, position, self._step + 1)
+
+    def extend(self, track: Track, blocks: Sequence[int]) -> None:
+        """The request got more KV blocks."""
+        if self.cache is not None and track.lease is not None:
+            self.cache.extend(track.lease, blocks, self._step + 1)
+
+    def pause(self, track: Track, tokens: Sequence[int] = ()) -> None:
+        """The engine takes the request's KV memory away; it will come back, or be cancelled."""
         track.paused = True
+        self._commit_landed()
+        self._give_back(track, tokens)
 
     def resume(self, track: Track, *, kept_tokens: int, position: int) -> None:
         """A paused request is computed again from `position`; its first `kept_tokens` tokens are kept.
@@ -100,10 +126,9 @@ class RouteRecorder:
         later ones belong to tokens that were dropped and are rewritten.
         """
         self._commit_landed()  # under the stamps that these rows were launched with
-        slot, limit = track.slot, max(0, kept_tokens - 1)
-        self._older[slot], self._limit[slot] = self._stamps[slot], limit
-        self._stamps[slot], self._next[slot] = self._new_stamp(), position
-        self.store.forget(slot, limit)
+        limit = max(0, kept_tokens - 1)
+        self._incarnations.resume(track.slot, position, limit)
+        self.store.forget(track.slot, limit)
         track.paused, track.prefix = False, max(track.prefix, position)
         self.counters["resumed"] += 1
 
@@ -111,10 +136,12 @@ class RouteRecorder:
         """Rows [start, num_tokens - 1), whatever was captured; waits for the request's own last step only."""
         stop = max(track.start, num_tokens - 1)
         self._commit_landed(through=self._last_step_of(track, stop))
+        hits = self._absorb_hits(track)
         rows, causes, epochs = self.store.read(track.slot, track.start, stop)
-        absent = causes == Cause.ABSENT
-        absent[max(0, track.prefix - track.start) :] = False
+        absent = np.flatnonzero(causes[: max(0, track.prefix - track.start)] == Cause.ABSENT)
         causes[absent] = Cause.PREFIX
+        told = absent[absent + track.start < len(hits)]
+        causes[told] = hits[told + track.start]
         return pack(
             rows,
             causes,
@@ -126,11 +153,12 @@ class RouteRecorder:
             counters=self.counters,
         )
 
-    def release(self, track: Track) -> None:
-        """The request is gone; rows of it that are still in flight will be ignored."""
+    def release(self, track: Track, tokens: Sequence[int] = ()) -> None:
+        """The request is gone; rows of it that are still in flight are of use to the shared cache only."""
         if not track.released:
             track.released = True
-            self._stamps[track.slot] = self._older[track.slot] = -1
+            self._give_back(track, tokens)
+            self._incarnations.close(track.slot)
             self.store.close(track.slot)
 
     # -- steps
@@ -182,21 +210,15 @@ class RouteRecorder:
 
     def _freeze(self, slots: Ints, positions: Ints, counts: Ints) -> StepLayout:
         self._step += 1
-        mine = slots != SKIP
-        known = slots[mine]
-        stamps = np.full(len(slots), -1, np.int64)
-        stamps[mine] = self._stamps[known]
-        astray = np.zeros(len(slots), bool)
-        astray[mine] = self._next[known] != positions[mine]
-        self._next[known] = positions[mine] + counts[mine]
+        stamps, astray = self._incarnations.freeze(slots, positions, counts)
+        layout = StepLayout(self._step, self.epoch, slots, stamps, positions, counts)
         if astray.any():
-            self._next[slots[astray]] = _BROKEN
-            lost = StepLayout(
-                self._step, self.epoch, np.where(astray, slots, SKIP), stamps, positions, counts
-            )
-            self._lose(lost, Cause.POSITION)
-            slots = np.where(astray, SKIP, slots)
-        return StepLayout(self._step, self.epoch, slots, stamps, positions, counts)
+            self._lose(replace(layout, slots=np.where(astray, slots, SKIP)), Cause.POSITION)
+            layout = replace(layout, slots=np.where(astray, SKIP, slots))
+        if self.cache is not None:
+            _, slot, _, position = layout.wanted()
+            layout = replace(layout, kv=self.cache.places(slot, position))
+        return layout
 
     def _commit_landed(self, through: int = -1) -> None:
         waits, began = self.copier.waits, time.perf_counter_ns()
@@ -210,39 +232,50 @@ class RouteRecorder:
     def _commit(self, ticket: Ticket) -> None:
         layout = ticket.layout
         row, slot, stamp, position = layout.wanted()
-        alive = self._alive(slot, stamp, position)
         rows_NLK = ticket.host_RLK.numpy()
-        if len(row) < layout.rows or not alive.all():
-            rows_NLK, slot, position = rows_NLK[row[alive]], slot[alive], position[alive]
+        if len(row) < layout.rows:
+            rows_NLK = rows_NLK[row]
+        causes = self.store.causes_of(rows_NLK)
+        if self.cache is not None and layout.kv is not None:
+            known = layout.kv >= 0
+            self.cache.write(layout.kv[known], rows_NLK[known], causes[known], layout.epoch, layout.step)
+        mine = self._incarnations.writing(slot, stamp, position)
+        if not mine.all():
+            rows_NLK, causes, slot, position = rows_NLK[mine], causes[mine], slot[mine], position[mine]
         if len(slot):
+            missing, drift = self.store.commit(slot, position, rows_NLK, layout.epoch, causes)
             self.counters["rows"] += len(slot)
-            self.counters["rows_missing"] += self.store.commit(slot, position, rows_NLK, layout.epoch)
+            self.counters["rows_missing"] += missing
+            self.counters["rows_recomputed_otherwise"] += drift
 
     def _lose(self, layout: StepLayout, cause: Cause) -> None:
         _, slot, stamp, position = layout.wanted()
-        alive = self._alive(slot, stamp, position)
+        alive = self._incarnations.writing(slot, stamp, position)
         self.counters[f"lost_{cause.name.lower()}"] += int(alive.sum())
         self.store.mark(slot[alive], position[alive], cause, layout.epoch)
 
-    def _alive(self, slot: Ints, stamp: Ints, position: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        alive = np.asarray(self._stamps[slot] == stamp)
-        if not alive.all():
-            alive |= (self._older[slot] == stamp) & (position < self._limit[slot])
-        return alive
+    def _absorb_hits(self, track: Track) -> Causes:
+        """Rows of positions that came out of the KV cache, where they are known; the causes of all hits."""
+        lease = track.lease
+        if self.cache is None or lease is None or not lease.first or not track.asked:
+            return np.zeros(0, np.uint8)
+        rows, causes, epochs = self.cache.read(lease, 0, lease.first)
+        positions = np.flatnonzero(causes == Cause.CAPTURED)
+        slots = np.full(len(positions), track.slot, np.int64)
+        self.store.commit(slots, positions, rows[positions], epochs[positions], causes[positions])
+        return causes
+
+    def _give_back(self, track: Track, tokens: Sequence[int]) -> None:
+        """The request loses its KV blocks; what it computed stays findable in them."""
+        if self.cache is not None and track.lease is not None:
+            if track.paused:
+                self._absorb_hits(track)
+            self.cache.let_go(track.lease, tokens)
+        track.lease = None
 
     def _last_step_of(self, track: Track, stop: int) -> int:
-        stamps = {int(self._stamps[track.slot]), int(self._older[track.slot])}
+        stamps = self._incarnations.stamps_of(track.slot)
         for ticket in reversed(self.copier.tickets):
             if any(ticket.layout.reaches(track.slot, stamp, stop) for stamp in stamps):
                 return ticket.layout.step
         return -1
-
-    def _new_stamp(self) -> int:
-        self._stamp += 1
-        return self._stamp
-
-    def _fit(self, slot: int) -> None:
-        if slot >= len(self._next):
-            grow = max(16, 2 * slot) - len(self._next)
-            for name in ("_next", "_stamps", "_older", "_limit"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.full(grow, -1, np.int64)]))

@@ -73,16 +73,31 @@ class PerRequestRouteStore:
         held[:], self._pages[slot] = -1, 0
         self._free_slots.append(slot)
 
-    def commit(self, slots_N: Ints, positions_N: Ints, rows_NLK: Rows, epoch: int) -> int:
-        """Store the rows of positions that have none yet. Returns how many of them lack ids."""
-        causes_N = self._causes_of(rows_NLK)
+    def commit(
+        self,
+        slots_N: Ints,
+        positions_N: Ints,
+        rows_NLK: Rows,
+        epoch: int | npt.NDArray[np.int32],
+        causes_N: Causes | None = None,
+    ) -> tuple[int, int]:
+        """Store the rows of positions that have none yet.
+
+        Returns how many of them lack ids, and how many positions had other ids already: the drift
+        between two computations of the same position.
+        """
+        causes_N = self.causes_of(rows_NLK) if causes_N is None else causes_N
         at, fresh = self._claim(slots_N, positions_N)
+        drift = 0
         if not fresh.all():
+            old, new = self._arena[at[~fresh]], self._packed(np.ascontiguousarray(rows_NLK[~fresh]))
+            drift = int(np.count_nonzero(old != new))
             at, rows_NLK, causes_N = at[fresh], rows_NLK[fresh], causes_N[fresh]
+            epoch = epoch[fresh] if isinstance(epoch, np.ndarray) else epoch
         self._arena[at] = self._packed(np.ascontiguousarray(rows_NLK))
         self._cause[at] = causes_N
         self._epoch[at] = epoch
-        return int(np.count_nonzero(causes_N != _CAPTURED))
+        return int(np.count_nonzero(causes_N != _CAPTURED)), drift
 
     def mark(self, slots_N: Ints, positions_N: Ints, cause: Cause, epoch: int) -> None:
         """These positions were computed but their rows are lost."""
@@ -163,7 +178,8 @@ class PerRequestRouteStore:
         self._epoch = np.concatenate([self._epoch, np.zeros_like(self._epoch)])
         self._free_pages.extend(range(2 * have - 1, have - 1, -1))
 
-    def _causes_of(self, rows_NLK: Rows) -> Causes:
+    def causes_of(self, rows_NLK: Rows) -> Causes:
+        """Per row: CAPTURED, or what the first marked layer says."""
         causes = np.full(len(rows_NLK), _CAPTURED, np.uint8)
         missing_NL = missing_layers(rows_NLK)
         if missing_NL.any():  # of all at once, which costs a tenth of asking each row

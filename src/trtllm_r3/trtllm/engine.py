@@ -11,6 +11,7 @@ from typing import Any
 from ..config import Config
 from ..errors import UnsupportedError, explain
 from ..flow.recorder import RouteRecorder, Track
+from .blocks import KvBlocks
 from .routing import listen
 from .runtime import runtime
 from .sites import Site, check_sites, find_sites
@@ -48,6 +49,7 @@ class CapturedEngine:
         self.recorder.counters["pid"] = os.getpid()
         capturer = self.recorder.capturer
         capturer.by_layer.update(site.ordinal for site in self.sites if site.by_layer)
+        self.blocks: KvBlocks | None = None
         self._admitted: list[tuple[weakref.ref[Any], Track]] = []
         self._undo: list[Callable[[], None]] = listen(self.sites, self)
         runtime().engines.add(self)
@@ -74,13 +76,60 @@ class CapturedEngine:
                 )
             )
 
+    def share_blocks(self, managers: Any) -> None:
+        """An executor with these resource managers is built; the KV cache of an earlier one is gone."""
+        self.blocks = KvBlocks.of(managers)
+        cap, blocks, cache = self.config.shared_cache_tokens, self.blocks, None
+        if blocks is not None and cap != 0:
+            count = blocks.count if cap < 0 else min(blocks.count, cap // blocks.tokens_per_block)
+            cache = self.recorder.make_cache(blocks=count, tokens_per_block=blocks.tokens_per_block)
+        self.recorder.share(cache)
+
+    def forget_prefixes(self) -> None:
+        """The engine's KV cache forgot its content. Called from any thread."""
+        if self.recorder.cache is not None:
+            self.recorder.cache.new_kv_epoch()
+
+    def wants(self, request: Any) -> bool:
+        """Whether rows of this request are of use: it asked, or later requests may hit its KV blocks."""
+        if request.is_dummy:
+            return False
+        asked = getattr(request, "py_return_routed_experts", False)
+        return bool(asked or self.recorder.cache is not None)
+
     def admit(self, request: Any, position: int) -> Track:
-        """A request that asked is computed for the first time, from `position` on."""
+        """A request is computed for the first time, from `position` on."""
         self._sweep()
-        track = self.recorder.open(start=getattr(request, "py_routed_experts_start", 0), position=position)
+        track = self.recorder.open(
+            start=getattr(request, "py_routed_experts_start", 0),
+            position=position,
+            asked=bool(getattr(request, "py_return_routed_experts", False)),
+        )
         setattr(request, ATTRIBUTE, track)
         self._admitted.append((weakref.ref(request), track))
+        self._lend(request, track, position)
         return track
+
+    def resume(self, request: Any, track: Track, position: int) -> None:
+        """A paused request is computed again."""
+        self.recorder.resume(track, kept_tokens=request.prompt_len, position=position)
+        self._lend(request, track, position)
+
+    def _lend(self, request: Any, track: Track, position: int) -> None:
+        if self.blocks is None or self.recorder.cache is None:
+            return
+        scope = self.blocks.scope(request)
+        if scope is not None:
+            tokens = request.get_tokens(0)
+            self.recorder.lend(
+                track, scope=scope, blocks=self.blocks.ids(request), tokens=tokens, position=position
+            )
+
+    def grow(self, request: Any, track: Track, position: int) -> None:
+        """A generation row at `position`: at the start of a block the request has got a new one."""
+        lease, blocks = track.lease, self.blocks
+        if lease and blocks and position // blocks.tokens_per_block >= len(lease.blocks):
+            self.recorder.extend(track, blocks.ids(request))
 
     def _sweep(self) -> None:
         """Release what the engine dropped without a word: errors and time-outs free no request by name."""
@@ -116,6 +165,7 @@ class CapturedEngine:
             "live_requests": recorder.store.live,
             "pages_used": recorder.store.pages_used,
             "host_bytes": recorder.store.nbytes,
+            "shared_cache_bytes": 0 if recorder.cache is None else recorder.cache.nbytes,
             "counters": dict(recorder.counters),
         }
 

@@ -67,6 +67,7 @@ def _attach(model_engine: Any, resource_manager: Any, config: Config) -> Capture
         setattr(model_engine, ATTRIBUTE, engine)
     engine.warming_up()
     managers = resource_manager.resource_managers
+    engine.share_blocks(managers)
     managers[KEY] = route_manager(_base_manager(managers), engine)
     return engine
 
@@ -145,6 +146,15 @@ def _check_layout(engine: CapturedEngine, batch: Any, spans: Any, model_engine: 
         engine.recorder.counters["steps_unchecked"] += 1
     elif not same:
         engine.recorder.abort_step(Cause.LAYOUT)
+
+
+def reset_reuse_state(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+    """Around `KVCacheManager.reset_reuse_state`: what was computed so far is found no more, nor its rows."""
+    with guard("reset_reuse_state"):
+        for engine in list(runtime().engines):
+            if engine.blocks is not None and engine.blocks.manager is instance:
+                engine.forget_prefixes()
+    return wrapped(*args, **kwargs)
 
 
 def reset_prefix_cache(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:

@@ -36,8 +36,9 @@ def _let_go(engine: CapturedEngine, request: Any) -> None:
     track = engine.track_of(request)
     if track is None:
         return
+    tokens = request.get_tokens(0) if track.lease is not None else ()
     if request.is_finished:
-        engine.recorder.release(track)
+        engine.recorder.release(track, tokens)
         delattr(request, ATTRIBUTE)
     else:
-        engine.recorder.pause(track)
+        engine.recorder.pause(track, tokens)

@@ -23,6 +23,9 @@ def listen(sites: Sequence[Site], engine: Any) -> list[Callable[[], None]]:
         undo.append(
             _put(site.module, site.entry, _around_layer(site, engine, getattr(site.module, site.entry)))
         )
+        balancer = getattr(site.module, "layer_load_balancer", None)
+        if hasattr(balancer, "route"):
+            undo.append(_put(balancer, "route", _around_remap(site, engine, balancer.route)))
     for routing in {id(site.routing): site.routing for site in sites}.values():
         undo.append(_put(routing, "apply", _after_routing(engine, routing.apply)))
     return undo
@@ -52,6 +55,23 @@ def _after_routing(engine: Any, original: Callable[..., Any]) -> Callable[..., A
         return result
 
     return apply
+
+
+def _around_remap(site: Site, engine: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a load balancer's `route(ids, ...)`, which makes slots of ids: it may reuse their memory.
+
+    While the placement is the identity no value shows that, so the storage is asked.
+    """
+    capturer: RouteCapturer = engine.recorder.capturer
+
+    def route(ids: Any, *args: Any, **kwargs: Any) -> Any:
+        slots = original(ids, *args, **kwargs)
+        with guard("load balancer", engine):
+            if slots.untyped_storage()._cdata == ids.untyped_storage()._cdata:
+                capturer.rewritten(site.ordinal)
+        return slots
+
+    return route
 
 
 def _around_layer(site: Site, engine: Any, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,6 +80,7 @@ class Runtime:
                 self.weight_version = version
                 for engine in list(self.engines):
                     engine.recorder.epoch = version
+                    engine.forget_prefixes()
             return self.weight_version
 
     def fault(self, place: str, exc: BaseException) -> None:

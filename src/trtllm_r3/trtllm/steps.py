@@ -32,8 +32,10 @@ def read_spans(engine: CapturedEngine, batch: Any, *, overlapped: bool) -> Spans
             positions.append(0)
         else:
             lag = overlapped and request.py_batch_idx is not None
+            position = request.max_beam_num_tokens - (not lag)
+            engine.grow(request, track, position)
             slots.append(track.slot)
-            positions.append(request.max_beam_num_tokens - (not lag))
+            positions.append(position)
         counts.append(1)
     return slots, positions, counts
 
@@ -41,11 +43,11 @@ def read_spans(engine: CapturedEngine, batch: Any, *, overlapped: bool) -> Spans
 def _slot_in_context(engine: CapturedEngine, request: Any, position: int) -> int:
     track = engine.track_of(request)
     if track is None:
-        if not getattr(request, "py_return_routed_experts", False) or request.is_dummy:
+        if not engine.wants(request):
             return SKIP
         track = engine.admit(request, position)
     elif track.paused:
-        engine.recorder.resume(track, kept_tokens=request.prompt_len, position=position)
+        engine.resume(request, track, position)
     return track.slot
 
 

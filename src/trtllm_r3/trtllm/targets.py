@@ -116,6 +116,13 @@ TARGETS: tuple[Target, ...] = (
         why="the one place where every finished sequence leaves the engine",
     ),
     Target(
+        attribute="KVCacheManager.reset_reuse_state",
+        modules=(f"{_PYEXECUTOR}.resource_manager",),
+        wrapper=f"{_HERE}.executor:reset_reuse_state",
+        why="rows of KV blocks are valid as long as the engine finds the blocks",
+        required=False,
+    ),
+    Target(
         attribute="PyExecutor.reset_prefix_cache",
         modules=(f"{_PYEXECUTOR}.py_executor",),
         wrapper=f"{_HERE}.executor:reset_prefix_cache",

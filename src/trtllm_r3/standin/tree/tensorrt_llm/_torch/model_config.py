@@ -52,8 +52,8 @@ class ModelConfig:
             self.moe_max_num_tokens = self.max_num_tokens * self.mapping.dp_size
         if self.moe_max_num_tokens < 1:
             raise ValueError(f"moe_max_num_tokens={self.moe_max_num_tokens} must be positive")
-        if self.quant_config is not None or self.moe_load_balancer is not None:
-            raise ValueError("quant_config and moe_load_balancer are not supported")
+        if self.quant_config is not None:
+            raise ValueError("quant_config is not supported")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(self, "_frozen", False) and name not in _ASSIGNABLE:

@@ -58,7 +58,9 @@ def model_extra_attrs(attrs: dict[str, Any]) -> Iterator[None]:
         _state.model_extra_attrs = before
 
 
-def with_model_extra_attrs(get_attrs: Callable[[Any], dict[str, Any]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_model_extra_attrs(
+    get_attrs: Callable[[Any], dict[str, Any]],
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method: it runs with `get_attrs(self)` as those of the running model."""
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

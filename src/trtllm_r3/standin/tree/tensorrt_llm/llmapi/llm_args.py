@@ -21,10 +21,11 @@ from .llm_configs import (
     NGramDecodingConfig,
     SamplerType,
     SchedulerConfig,
-    StrictBaseModel,
     TorchCompileConfig,
     _ParallelConfig,
 )
+from .llm_eplb import MoeLoadBalancerConfig
+from .llm_strict import StrictBaseModel
 from .tokenizer import tokenizer_factory
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "LoadFormat",
     "MTPDecodingConfig",
     "MoeConfig",
+    "MoeLoadBalancerConfig",
     "NGramDecodingConfig",
     "SamplerType",
     "SchedulerConfig",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..disaggregated_params import DisaggregatedParams
 from ..sampling_params import SamplingParams
-from .llm_configs import LoadFormat, SamplerType
+from .llm_configs import LoadFormat, MoeConfig, SamplerType
 
 if TYPE_CHECKING:
     from .llm_args import TorchLlmArgs
@@ -67,7 +67,6 @@ _KV_CACHE: Mapping[str, tuple[Any, ...]] = {
 }
 _MOE: Mapping[str, tuple[Any, ...]] = {
     "backend": ("AUTO", "CUTLASS", "TRTLLM", "VANILLA"),
-    "load_balancer": (None,),
     "use_low_precision_moe_combine": (False,),
 }
 _SCHEDULER: Mapping[str, tuple[Any, ...]] = {"dynamic_batch_config": (None,)}
@@ -104,6 +103,7 @@ def check_supported(llm_args: TorchLlmArgs) -> None:
     _check(llm_args, _ENGINE, "")
     _check(llm_args.kv_cache_config, _KV_CACHE, "kv_cache_config.")
     _check(llm_args.moe_config, _MOE, "moe_config.")
+    _check_load_balancer(llm_args.moe_config)
     _check(llm_args.scheduler_config, _SCHEDULER, "scheduler_config.")
 
 
@@ -147,6 +147,21 @@ def check_prompt_fits(llm_args: TorchLlmArgs, prompt_len: int) -> None:
     longest = llm_args.max_input_len
     if "max_input_len" in llm_args.model_fields_set and longest and prompt_len > longest:
         raise ValueError(f"prompt of {prompt_len} tokens exceeds max_input_len ({longest})")
+
+
+def _check_load_balancer(moe_config: MoeConfig) -> None:
+    balancer = moe_config.load_balancer
+    if balancer is None:
+        return
+    if isinstance(balancer, str):
+        raise ValueError(f"moe_config.load_balancer={balancer!r} is not supported, only a config object")
+    if balancer.num_slots is None:
+        raise ValueError("moe_config.load_balancer.num_slots=None is not supported, only a number")
+    if moe_config.backend not in ("AUTO", "CUTLASS"):
+        raise ValueError(
+            f"moe_config.backend={moe_config.backend!r} is not supported with a load_balancer, "
+            "only 'AUTO' or 'CUTLASS'"
+        )
 
 
 def _check(options: Any, allowed: Mapping[str, tuple[Any, ...]], prefix: str) -> None:

@@ -3,18 +3,14 @@
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Literal, Optional, Union
+from typing import List, Literal, Optional, Union
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from ..bindings import executor as tllme
 from ..mapping import Mapping
-
-
-class StrictBaseModel(BaseModel):
-    """A model that takes no unknown option."""
-
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+from .llm_eplb import MoeLoadBalancerConfig
+from .llm_strict import StrictBaseModel
 
 
 class CapacitySchedulerPolicy(str, enum.Enum):
@@ -99,7 +95,7 @@ class MoeConfig(StrictBaseModel):
         "AUTO"
     )
     max_num_tokens: Optional[PositiveInt] = None
-    load_balancer: Optional[Union[str, Dict[str, Any], Any]] = None
+    load_balancer: Optional[Union[str, MoeLoadBalancerConfig]] = None
     disable_finalize_fusion: bool = False
     use_low_precision_moe_combine: bool = False
 

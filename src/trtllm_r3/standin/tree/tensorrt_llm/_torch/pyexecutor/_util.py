@@ -11,7 +11,7 @@ from .kv_cache_creator import KvCacheCreator
 from .micro_batch_scheduler import ContextChunkingConfig
 from .model_engine import PyTorchModelEngine
 from .py_executor import PyExecutor
-from .resource_manager import ResourceManager, ResourceManagerType
+from .resource_manager import KVCacheManager, ResourceManager, ResourceManagerType
 from .sampler import Sampler, TorchSampler
 from .scheduler import BindCapacityScheduler, BindMicroBatchScheduler, SimpleScheduler
 from .seq_slot_manager import SeqSlotManager
@@ -36,7 +36,6 @@ def create_py_executor_instance(
     sampler: Sampler,
     max_seq_len: int | None = None,
     max_batch_size: int | None = None,
-    max_beam_width: int | None = None,
     max_num_tokens: int | None = None,
     execution_stream: Any = None,
     scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
@@ -45,24 +44,14 @@ def create_py_executor_instance(
 
     `resources` is extended; the KV cache comes last. ValueError for an extra manager whose key is taken.
     """
-    for key, value in llm_args.extra_resource_managers.items():
-        if key in resources:
-            raise ValueError(f"Cannot overwrite existing resource manager {key}.")
-        resources[key] = value
     batch_size = max_batch_size or model_engine.batch_size
     max_num_sequences = batch_size * mapping.pp_size
-    resources[ResourceManagerType.SEQ_SLOT_MANAGER] = SeqSlotManager(max_num_sequences)
-    resource_manager = ResourceManager(resources)
-    kv_cache_manager = resources[ResourceManagerType.KV_CACHE_MANAGER]
-    resource_manager.resource_managers.move_to_end(ResourceManagerType.KV_CACHE_MANAGER, last=True)
+    resource_manager = _order_managers(resources, llm_args.extra_resource_managers, max_num_sequences)
+    kv_cache: KVCacheManager = resources[ResourceManagerType.KV_CACHE_MANAGER]
+    num_tokens, block = max_num_tokens or model_engine.max_num_tokens, kv_cache.tokens_per_block
     scheduler = SimpleScheduler(
-        BindCapacityScheduler(max_num_sequences, kv_cache_manager, scheduler_policy),
-        BindMicroBatchScheduler(
-            batch_size,
-            max_num_tokens or model_engine.max_num_tokens,
-            ctx_chunk_config,
-            kv_cache_manager.tokens_per_block,
-        ),
+        BindCapacityScheduler(max_num_sequences, kv_cache, scheduler_policy),
+        BindMicroBatchScheduler(batch_size, num_tokens, ctx_chunk_config, block),
     )
     return PyExecutor(
         resource_manager,
@@ -73,12 +62,24 @@ def create_py_executor_instance(
         max_num_sequences,
         disable_overlap_scheduler=llm_args.disable_overlap_scheduler,
         max_batch_size=batch_size,
-        max_beam_width=max_beam_width or 1,
         max_seq_len=max_seq_len,
         garbage_collection_gen0_threshold=llm_args.garbage_collection_gen0_threshold,
         start_worker=start_worker,
         execution_stream=execution_stream,
     )
+
+
+def _order_managers(
+    resources: dict[Any, Any], extra: dict[Any, Any], max_num_sequences: int
+) -> ResourceManager:
+    for key, value in extra.items():
+        if key in resources:
+            raise ValueError(f"Cannot overwrite existing resource manager {key}.")
+        resources[key] = value
+    resources[ResourceManagerType.SEQ_SLOT_MANAGER] = SeqSlotManager(max_num_sequences)
+    resource_manager = ResourceManager(resources)
+    resource_manager.resource_managers.move_to_end(ResourceManagerType.KV_CACHE_MANAGER, last=True)
+    return resource_manager
 
 
 def create_ctx_chunk_config(llm_args: Any) -> ContextChunkingConfig | None:

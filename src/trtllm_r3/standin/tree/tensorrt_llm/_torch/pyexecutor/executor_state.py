@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..device import get_device
 from ..distributed import Distributed
 from .executor_request_queue import ExecutorRequestQueue
 from .kv_cache_manager import KVCacheManager
@@ -43,7 +44,6 @@ class ExecutorState:
     max_batch_size: int
     max_beam_width: int
     disable_overlap_scheduler: bool
-    iter_counter: int
 
     def _init_options(self, model_engine: Any) -> None:
         self.llm_args = args = model_engine.llm_args
@@ -64,7 +64,10 @@ class ExecutorState:
         self.inflight_req_ids: set[int] = set()
         self.expected_num_active_requests = 0
         self.previous_batch: BatchState | None = None
-        self.num_scheduled_requests = 0
+        self.iter_counter = self.num_scheduled_requests = 0
+        self.device_id = get_device().index or 0
+        self.worker_started = False
+        self.worker_lock = threading.Lock()
         self.batch_wait_iters_count = 0
         self.responses: dict[int, list[LlmResponse]] = {}
         self.response_lock = threading.Lock()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_BYTES = 64 << 20
 """What `free_gpu_memory_fraction` is a fraction of where there is no GPU."""
 _DUMMY_PROMPT = 512
+_MAX_BLOCKS = 1 << 18  # each is a Python object, and a small model on a large GPU would get a billion of them
 
 
 class KvCacheCreator:
@@ -98,7 +99,7 @@ class KvCacheCreator:
             py_executor.is_warmup = False
             py_executor.shutdown()
         tokens_per_block = self._kv_cache_config.tokens_per_block
-        blocks = max(budget // (self._bytes_per_token() * tokens_per_block), 1)
+        blocks = min(max(budget // (self._bytes_per_token() * tokens_per_block), 1), _MAX_BLOCKS)
         self._kv_cache_config.max_tokens = blocks * tokens_per_block
         logger.info(f"KV cache of {blocks * tokens_per_block} tokens in {budget} bytes")
 

@@ -76,12 +76,22 @@ class LlmRequest(RequestCore):
         self.py_return_context_logits = return_context_logits
         self.py_return_generation_logits = return_generation_logits
         self.py_exclude_last_generation_logits = exclude_last_generation_logits
+        self.return_perf_metrics = return_perf_metrics
+        self.is_dummy_request = is_dummy_request
+        self._init_attributes()
+        self._init_progress()
+
+    def _init_attributes(self) -> None:
+        """What comes from the executor's request."""
         self.py_num_logprobs: int | None = None
         self.py_lora_path: str | None = None
         self.py_logits_post_processors: Any = None
         self.py_multimodal_data: Any = None
         self.py_scheduling_params: Any = None
         self.py_arrival_time: float | None = None
+
+    def _init_progress(self) -> None:
+        """What the loop keeps."""
         self.py_seq_slot: int | None = None
         self.py_batch_idx: int | None = None
         self.py_draft_tokens: list[int] = []
@@ -90,9 +100,7 @@ class LlmRequest(RequestCore):
         self.py_last_context_chunk: tuple[int | None, int | None] = (None, None)
         self.py_decoding_iter = 0
         self.py_result = PyResult()
-        self.return_perf_metrics = return_perf_metrics
         self.perf_metrics = RequestPerfMetrics()
-        self.is_dummy_request = is_dummy_request
         self.is_attention_dp_dummy = False
         self.is_cuda_graph_dummy = False
         self.child_requests: list[LlmRequest] = []

@@ -13,6 +13,7 @@ from ..attention_backend.interface import AttentionMetadata, AttentionRuntimeFea
 from ..attention_backend.utils import get_attention_backend
 from ..device import get_device
 from ..distributed import Distributed
+from ..modules.fused_moe.moe_load_balancer import MoeLoadBalancerIterContext
 from ..utils import with_model_extra_attrs
 from .cuda_graph_runner import CUDAGraphRunner, CUDAGraphRunnerConfig, Inputs, KeyType
 from .engine_warmup import EngineWarmup
@@ -82,6 +83,7 @@ class PyTorchModelEngine(EngineWarmup, ModelEngine):
         self.kv_cache_manager_key = ResourceManagerType.KV_CACHE_MANAGER
         self.model_loader = ModelLoader(llm_args, self.mapping, self.max_num_tokens, llm_args.max_seq_len)
         self.model: Any = self.model_loader.load(model_path) if model is None else model  # type: ignore[arg-type]
+        self.moe_load_balancer = self.model_loader.moe_load_balancer
         self.max_seq_len = self._init_max_seq_len(llm_args.max_seq_len)
         self.attn_backend = get_attention_backend(llm_args.attn_backend)
         self.attn_metadata: AttentionMetadata | None = None
@@ -144,7 +146,9 @@ class PyTorchModelEngine(EngineWarmup, ModelEngine):
         with self.cuda_graph_runner.pad_batch(scheduled_requests, resource_manager) as padded:
             graph_metadata, key = self.cuda_graph_runner.maybe_get_cuda_graph(padded, attn_metadata)
             inputs = self._prepare_inputs(padded, graph_metadata or attn_metadata, new_tensors_device)
-            outputs = self._run(key, inputs, gather_context_logits)
+            live = not self.is_warmup  # dummies say nothing about the load of the experts
+            with MoeLoadBalancerIterContext(self.moe_load_balancer, live, live):
+                outputs = self._run(key, inputs, gather_context_logits)
         self.iter_counter += 1
         return outputs
 

@@ -71,9 +71,7 @@ class PyExecutor(ExecutorSteps):
             raise ValueError(
                 "PyExecutor: drafter, max_draft_len, max_beam_width and pp_size are not supported"
             )
-        self.device_id = get_device().index or 0
         self.execution_stream = execution_stream or new_stream()
-        self.iter_counter = 0
         self.resource_manager, self.scheduler = resource_manager, scheduler
         self.model_engine, self.sampler, self.dist = model_engine, sampler, dist
         self.disable_overlap_scheduler = disable_overlap_scheduler
@@ -84,15 +82,16 @@ class PyExecutor(ExecutorSteps):
         self.max_seq_len = max_seq_len or self.kv_cache_manager.max_seq_len
         self._init_options(model_engine)
         self._init_state()
+        self._warm_up()
+        self._init_queue()
+        self.event_loop = self._executor_loop if disable_overlap_scheduler else self._executor_loop_overlap
+        if start_worker:
+            self.start_worker()
+
+    def _warm_up(self) -> None:
         self.is_warmup = True
         self.model_engine.warmup(self.resource_manager)
         self.is_warmup = False
-        self._init_queue()
-        self.event_loop = self._executor_loop if disable_overlap_scheduler else self._executor_loop_overlap
-        self.worker_started = False
-        self.worker_lock = threading.Lock()
-        if start_worker:
-            self.start_worker()
 
     # ---- from other threads ----
 

@@ -159,6 +159,7 @@ class ConfigurableMoE(MoE):
         scales: torch.Tensor | None = None
         if self.backend._supports_load_balancer():
             ids, scales = self._route(router_logits)
+            self._load_balancer_update_statistic(ids, is_first_call, is_last_call)
             if self.apply_router_weight_on_input:
                 x, scales = x * scales.to(x.dtype), None
         slots = None if ids is None else self._load_balancer_route(ids, self.use_dp)

@@ -38,6 +38,7 @@ class CutlassFusedMoE(StackedExperts):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             model_config=model_config,
+            init_load_balancer=init_load_balancer,
             **kwargs,
         )
         if apply_router_weight_on_input and routing_method.top_k != 1:
@@ -88,6 +89,7 @@ class CutlassFusedMoE(StackedExperts):
         scales: torch.Tensor | None = token_final_scales
         if self.apply_router_weight_on_input:
             x, scales = x * token_final_scales.to(x.dtype), None
+        self._load_balancer_update_statistic(token_selected_experts, *repeating_info)
         token_selected_slots = self._load_balancer_route(token_selected_experts, self.use_dp)
         return self.run_moe(x, token_selected_slots, scales)
 

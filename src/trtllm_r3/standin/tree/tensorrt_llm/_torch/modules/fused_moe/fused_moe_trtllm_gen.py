@@ -46,8 +46,11 @@ class TRTLLMGenFusedMoE(StackedExperts):
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             model_config=model_config,
+            init_load_balancer=init_load_balancer,
             **kwargs,
         )
+        if self._using_load_balancer() and not self._supports_load_balancer():
+            raise ValueError("the load balancer is on but the TRTLLM backend routes inside its kernel")
         if not isinstance(routing_method, _KNOWN):
             raise ValueError(f"the TRTLLM backend can't route by {type(routing_method).__name__}")
         if not model_config.skip_create_weights_in_init:

@@ -13,6 +13,7 @@ from torch import nn
 from ...model_config import ModelConfig
 from ...utils import is_torch_compiling
 from . import custom_op as _op  # noqa: F401  (registers trtllm::moe_custom_op)
+from .expert_slots import ExpertSlots
 from .routing import BaseMoeRoutingMethod
 
 
@@ -23,7 +24,7 @@ class MoEWeightLoadingMode(Enum):
     FUSED_GATE_UP_PROJ = 1
 
 
-class MoE(nn.Module):
+class MoE(ExpertSlots, nn.Module):
     """Experts of one layer and the way to them.
 
     `routing_method` turns `router_logits` `[rows, num_experts]` into ids and scales; `forward` is what models
@@ -42,6 +43,7 @@ class MoE(nn.Module):
         model_config: ModelConfig | None = None,
         weight_loading_mode: MoEWeightLoadingMode = MoEWeightLoadingMode.VANILLA,
         layer_idx: int | None = None,
+        init_load_balancer: bool = True,
     ) -> None:
         super().__init__()
         model_config = model_config or ModelConfig()
@@ -56,7 +58,7 @@ class MoE(nn.Module):
         self.layer_idx_str = None if layer_idx is None else str(layer_idx)
         self._register_layer(model_config)
         self._set_parallelism(model_config)
-        self._set_slots()
+        self._init_load_balancer(model_config, init_load_balancer)
 
     def _register_layer(self, model_config: ModelConfig) -> None:
         self.register_to_config = False
@@ -79,15 +81,6 @@ class MoE(nn.Module):
         self.ep_rank, self.ep_size = self.mapping.moe_ep_rank, self.mapping.moe_ep_size
         if self.parallel_size > 1:
             raise ValueError(f"tp_size={self.parallel_size} is not supported, only 1")
-
-    def _set_slots(self) -> None:
-        """One slot per expert, all of them here, and nothing that balances them."""
-        self.layer_load_balancer: Any = None
-        self.repeat_idx, self.repeat_count = 0, 1
-        self.num_slots = self.expert_size_per_partition = self.num_experts
-        self.slot_start, self.slot_end = 0, self.num_slots
-        self.initial_global_assignments = list(range(self.num_slots))
-        self.initial_local_expert_ids = list(range(self.num_slots))
 
     @abstractmethod
     def create_weights(self) -> None:
@@ -159,16 +152,3 @@ class MoE(nn.Module):
             use_dp_padding=use_dp_padding,
             **kwargs,
         )
-
-    def _supports_load_balancer(self) -> bool:
-        """Whether ids are made outside of the experts' kernel."""
-        return False
-
-    def _using_load_balancer(self) -> bool:
-        return self.layer_load_balancer is not None
-
-    def _load_balancer_route(
-        self, token_selected_experts: torch.Tensor, use_dp: bool = False
-    ) -> torch.Tensor:
-        """Slots `[rows, k]` of the logical expert ids; the ids themselves while nothing balances."""
-        return token_selected_experts

@@ -1,0 +1,46 @@
+"""KV blocks of the engine: their ids, and what besides the tokens keys their content."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KV_CACHE_MANAGER = "KV_CACHE_MANAGER"
+
+
+class KvBlocks:
+    """The KV cache manager of one executor, if its block ids name content (the V1 manager's do).
+
+    V1 ids survive a move to host memory and are recycled only after the content was evicted. The page
+    indices of the V2 manager change while the content stays, so they name nothing.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+        self.tokens_per_block = int(manager.tokens_per_block)
+        primary = int(manager.blocks_in_primary_pool)
+        self.count = primary + int(getattr(manager, "blocks_in_secondary_pool", 0) or 0)
+
+    @classmethod
+    def of(cls, managers: Any) -> KvBlocks | None:
+        """None if nothing is reused, or nobody can tell what."""
+        manager = next(
+            (m for key, m in managers.items() if getattr(key, "name", key) == _KV_CACHE_MANAGER), None
+        )
+        windows = getattr(manager, "max_attention_window_vec", None)
+        one_window = windows is None or len(set(windows)) == 1
+        names = ("get_cache_indices", "tokens_per_block", "blocks_in_primary_pool")
+        known = all(hasattr(manager, name) for name in names) and "V2" not in type(manager).__name__
+        reuses = bool(getattr(manager, "enable_block_reuse", False))
+        return cls(manager) if known and reuses and one_window else None
+
+    def ids(self, request: Any) -> list[int]:
+        """Block ids of a request, in the order of its tokens."""
+        return list(self.manager.get_cache_indices(request))
+
+    def scope(self, request: Any) -> bytes | None:
+        """LoRA adapter and cache salt; None for a request whose content is not keyed by tokens alone."""
+        if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
+            return None
+        return repr(
+            (getattr(request, "lora_task_id", None), getattr(request, "cache_salt_id", None))
+        ).encode()
