@@ -29,8 +29,8 @@ def ask(llm: LLM, tokens: list[int], start: int = 0) -> tuple[list[int], torch.T
 def main() -> None:
     """Two turns; the joined rows are those of the whole conversation."""
     model = build_checkpoint(tempfile.mkdtemp())
-    # Rows of a reused prefix are -1 for now (cause "prefix"), so this conversation is computed anew.
-    cache = KvCacheConfig(enable_block_reuse=False, max_tokens=1024)
+    # Whose rows a partly matching block has can't always be proven; of whole blocks it can.
+    cache = KvCacheConfig(enable_partial_reuse=False, max_tokens=1024)
     options = {"max_batch_size": 4, "kv_cache_config": cache}
     with LLM(model=model, enable_return_routed_experts=True, **options) as llm:
         question = llm.tokenizer.encode("What does the assert statement do?")

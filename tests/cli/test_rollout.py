@@ -305,7 +305,8 @@ def test_the_stand_in_is_built_small_unless_told_otherwise(standin):
         True,
     )
     assert plain["cuda_graph_config"].max_batch_size == 16
-    assert plain["kv_cache_config"].enable_block_reuse is False
+    assert plain["kv_cache_config"].enable_block_reuse is True
+    assert plain["kv_cache_config"].enable_partial_reuse is False
     options = engine.EngineOptions(
         model="m", max_batch_size=4, cuda_graphs=False, overlap=False, block_reuse=True, kv_tokens=64,
         moe_backend="VANILLA", moe_max_num_tokens=8, extra={"stream_interval": 2},

@@ -87,7 +87,8 @@ def test_every_row_is_the_oracles_while_experts_move(
         first = [list(single.slot_experts) for single in singles]
         assert all(slots.count(0) == 4 and slots != sorted(slots) for slots in first)
         outputs = together(llm, asked, params)
-        assert all(single.updates > 2 and single.slot_experts != was for single, was in zip(singles, first))
+        assert all(single.updates > 2 for single in singles)
+        assert all(single.slot_experts != was for single, was in zip(singles, first, strict=True))
         assert singly(llm) == ([] if (remap, capture) == ("out", "step") else list(range(len(singles))))
     for output, without in zip(outputs, plain, strict=True):
         check_oracle(output, config)
@@ -97,12 +98,31 @@ def test_every_row_is_the_oracles_while_experts_move(
 
 
 @pytest.mark.parametrize("graphs", [True, False])
+def test_a_remap_in_place_that_hides_behind_a_copy_shows_in_the_values(
+    oracle: Oracle, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorrt_llm._torch.modules.fused_moe.moe_load_balancer import SingleLayerMoeLoadBalancer
+
+    path, config = oracle
+    monkeypatch.setenv("TLLM_STANDIN_EPLB_REMAP", "in")
+    route = SingleLayerMoeLoadBalancer.route
+    monkeypatch.setattr(SingleLayerMoeLoadBalancer, "route", lambda *args: route(*args).clone())
+    options = with_balancer(settings(graphs=graphs), balanced(config, updates=1))
+    with engine(path, **options) as llm:
+        assert singly(llm) == list(range(len(layers_of(llm)))), "warm-up has shown it"
+        for output in together(llm, prompts(9, longest=90, vocab=config["vocab_size"]), ask(max_tokens=9)):
+            check_oracle(output, config)
+
+
+@pytest.mark.parametrize("configurable", ["1", "0"])
+@pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("autotuner", [True, False])
 def test_a_placement_that_is_the_identity_until_later_never_yields_a_wrong_id(
-    oracle: Oracle, graphs: bool, autotuner: bool, monkeypatch: pytest.MonkeyPatch
+    oracle: Oracle, graphs: bool, autotuner: bool, configurable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, config = oracle
     monkeypatch.setenv("TLLM_STANDIN_EPLB_REMAP", "in")
+    monkeypatch.setenv("ENABLE_CONFIGURABLE_MOE", configurable)
     options = with_balancer(settings(graphs=graphs), balanced(config, updates=1, identity=True))
     asked = prompts(14, longest=120, vocab=config["vocab_size"])
     with engine(path, enable_autotuner=autotuner, **options) as llm:

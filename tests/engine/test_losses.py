@@ -137,8 +137,9 @@ def test_a_full_ring_loses_rows_instead_of_waiting(oracle: Oracle) -> None:
     check_oracle(second, config)
 
 
-def test_hits_in_the_kv_cache_are_marked_prefix(oracle: Oracle) -> None:
+def test_hits_in_the_kv_cache_without_rows_are_marked_prefix(oracle: Oracle) -> None:
     path, config = oracle
+    trtllm_r3.enable(shared_cache_tokens=0)
     shared = prompts(1, longest=200, vocab=config["vocab_size"], seed=3)[0] * 8
     shared = shared[:150]
     with engine(path, reuse=True, **settings()) as llm:

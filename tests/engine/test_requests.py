@@ -155,7 +155,7 @@ def test_a_cancelled_request_returns_the_rows_of_its_tokens(oracle: Oracle) -> N
 
 def test_a_missing_row_raises_where_the_user_wants_it_so(oracle: Oracle) -> None:
     path, config = oracle
-    trtllm_r3.enable(on_gap="error")
+    trtllm_r3.enable(on_gap="error", shared_cache_tokens=0)
     prompt = prompts(1, longest=200, vocab=config["vocab_size"], seed=3)[0] * 20
     with engine(path, reuse=True, **settings()) as llm:
         (first,) = together(llm, [prompt[:150]], [ask()])

@@ -13,6 +13,7 @@ from support import flow_checks as checks
 from trtllm_r3.flow import ops
 from trtllm_r3.flow.capturer import RouteCapturer
 from trtllm_r3.flow.copier import RouteCopier
+from trtllm_r3.flow.incarnations import Incarnations
 from trtllm_r3.flow.layout import StepLayout
 from trtllm_r3.flow.recorder import RouteRecorder
 from trtllm_r3.flow.request_store import PerRequestRouteStore
@@ -70,13 +71,13 @@ MUTANTS = {
         checks.check_first_pass_wins,
     ),
     "keep the row of a dropped token": Mutant(
-        RouteRecorder, "resume", "self.store.forget(slot, limit)", "", checks.check_first_pass_wins
+        RouteRecorder, "resume", "self.store.forget(track.slot, limit)", "", checks.check_first_pass_wins
     ),
     "an old incarnation writes above the limit": Mutant(
-        RouteRecorder, "_alive", "(position < self._limit[slot])", "True", checks.check_first_pass_wins
+        Incarnations, "writing", "(position_N < self._limit[slot_N])", "True", checks.check_first_pass_wins
     ),
     "no incarnations": Mutant(
-        RouteRecorder, "_alive", "self._stamps[slot] == stamp", "stamp > 0", checks.check_slot_reuse
+        Incarnations, "writing", "self._stamps[slot_N] == stamp_N", "stamp_N > 0", checks.check_slot_reuse
     ),
     "no snapshot on the device": Mutant(
         RouteCopier, "stage", "host.copy_(device,", "host.copy_(routes_RLK[:rows],", checks.check_snapshot
@@ -89,7 +90,7 @@ MUTANTS = {
         RouteRecorder, "end_step", "self._lose(layout, Cause.STAGING)", "pass", checks.check_ring
     ),
     "the epoch of the commit": Mutant(
-        RouteRecorder, "_commit", "layout.epoch", "self.epoch", checks.check_epochs
+        RouteRecorder, "_commit", "rows_NLK, layout.epoch, causes)", "rows_NLK, self.epoch, causes)", checks.check_epochs
     ),
 }
 

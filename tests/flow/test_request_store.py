@@ -25,7 +25,7 @@ def rows_of(positions: list[int], salt: int = 0, top_k: int = K) -> np.ndarray:
 
 def put(store: PerRequestRouteStore, slot: int, positions: list[int], salt: int = 0, epoch: int = 0) -> int:
     slots = np.full(len(positions), slot, np.int64)
-    return store.commit(slots, np.array(positions, np.int64), rows_of(positions, salt, store.top_k), epoch)
+    return store.commit(slots, np.array(positions, np.int64), rows_of(positions, salt, store.top_k), epoch)[0]
 
 
 def test_the_first_write_of_a_position_wins() -> None:
@@ -131,10 +131,20 @@ def test_marks_of_the_device_become_causes_and_are_counted(top_k: int, dtype: ty
     slot, rows = store.open(), rows_of([0, 1, 2, 3, 4], top_k=top_k)
     for row, code in ((1, 0), (2, 1), (3, 2)):
         rows[row, 4] = code if top_k > 1 else -1 - code
-    assert store.commit(np.full(5, slot, np.int64), np.arange(5), rows, 0) == 3
+    assert store.commit(np.full(5, slot, np.int64), np.arange(5), rows, 0) == (3, 0)
     found = [Cause(c).label for c in store.read(slot, 0, 5)[1]]
     assert found == ["captured", "not captured", "out of range", "changed", "captured"]
     assert np.array_equal(store.read(slot, 0, 5)[0], rows)
+
+
+def test_positions_computed_again_with_other_ids_are_counted_and_not_stored() -> None:
+    store = store_of()
+    slot = store.open()
+    put(store, slot, [0, 1, 2])
+    again = rows_of([0, 1, 2, 3])
+    again[1] = again[1][:, ::-1]
+    assert store.commit(np.full(4, slot, np.int64), np.arange(4), again, 0) == (0, 1)
+    assert np.array_equal(store.read(slot, 0, 4)[0], rows_of([0, 1, 2, 3]))
 
 
 OPERATIONS = st.lists(

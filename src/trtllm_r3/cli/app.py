@@ -53,7 +53,7 @@ Overlap = Annotated[bool | None, _engine("Prepare a step while the last one runs
 Graphs = Annotated[bool | None, _engine("Replay recorded steps.", "--cuda-graphs/--no-cuda-graphs")]
 Reuse = Annotated[
     bool,
-    _engine("Reuse the KV of equal prefixes; their rows are -1 for now.", "--block-reuse/--no-block-reuse"),
+    _engine("Reuse the KV of equal prefixes, whole blocks of it.", "--block-reuse/--no-block-reuse"),
 ]
 MaxBatchSize = Annotated[int | None, _engine("Most requests in a step.", min=1)]
 MaxNumTokens = Annotated[int | None, _engine("Most tokens in a step.", min=1)]
@@ -86,7 +86,7 @@ def rollout(
     chunked_prefill: Chunked = None,
     overlap: Overlap = None,
     cuda_graphs: Graphs = None,
-    block_reuse: Reuse = False,
+    block_reuse: Reuse = True,
     max_batch_size: MaxBatchSize = None,
     max_num_tokens: MaxNumTokens = None,
     max_seq_len: MaxSeqLen = None,

@@ -44,7 +44,7 @@ class EngineOptions:
     chunked_prefill: bool | None = None
     overlap: bool | None = None
     cuda_graphs: bool | None = None
-    block_reuse: bool = False
+    block_reuse: bool = True
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -102,7 +102,11 @@ def _arguments(options: EngineOptions) -> dict[str, Any]:
         "max_seq_len": options.max_seq_len,
     }
     arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    cache = {"enable_block_reuse": options.block_reuse, "max_tokens": options.kv_tokens}
+    cache = {
+        "enable_block_reuse": options.block_reuse,
+        "enable_partial_reuse": False,  # whose rows a partly matching block has can't always be proven
+        "max_tokens": options.kv_tokens,
+    }
     arguments["kv_cache_config"] = api.KvCacheConfig(**cache)
     moe = {"backend": options.moe_backend, "max_num_tokens": options.moe_max_num_tokens}
     if any(moe.values()):

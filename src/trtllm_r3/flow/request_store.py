@@ -90,8 +90,9 @@ class PerRequestRouteStore:
         at, fresh = self._claim(slots_N, positions_N)
         drift = 0
         if not fresh.all():
-            old, new = self._arena[at[~fresh]], self._packed(np.ascontiguousarray(rows_NLK[~fresh]))
-            drift = int(np.count_nonzero(old != new))
+            seen = ~fresh & (self._cause[at] == _CAPTURED) & (causes_N == _CAPTURED)
+            again = self._packed(np.ascontiguousarray(rows_NLK[seen]))
+            drift = int(np.count_nonzero(self._arena[at[seen]] != again))
             at, rows_NLK, causes_N = at[fresh], rows_NLK[fresh], causes_N[fresh]
             epoch = epoch[fresh] if isinstance(epoch, np.ndarray) else epoch
         self._arena[at] = self._packed(np.ascontiguousarray(rows_NLK))

@@ -23,8 +23,8 @@ def listen(sites: Sequence[Site], engine: Any) -> list[Callable[[], None]]:
         undo.append(
             _put(site.module, site.entry, _around_layer(site, engine, getattr(site.module, site.entry)))
         )
-        balancer = getattr(site.module, "layer_load_balancer", None)
-        if hasattr(balancer, "route"):
+        balancer: Any = getattr(site.module, "layer_load_balancer", None)
+        if balancer is not None and hasattr(balancer, "route"):
             undo.append(_put(balancer, "route", _around_remap(site, engine, balancer.route)))
     for routing in {id(site.routing): site.routing for site in sites}.values():
         undo.append(_put(routing, "apply", _after_routing(engine, routing.apply)))
