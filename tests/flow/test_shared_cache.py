@@ -51,7 +51,7 @@ TOKENS = list(range(10, 22))
 def test_whole_blocks_are_served_with_rows_and_epochs() -> None:
     engine = Engine()
     engine.finished([3, 5, 7], TOKENS, salt=1)
-    lease = engine.start([3, 5, 8], TOKENS[:8] + [1, 2], hits=8)
+    lease = engine.start([3, 5, 8], [*TOKENS[:8], 1, 2], hits=8)
     rows, causes, epochs = engine.cache.read(lease, 2, 8)
     assert np.array_equal(rows, engine.rows(1, range(2, 8)))
     assert set(causes.tolist()) == {Cause.CAPTURED}
