@@ -149,14 +149,62 @@ def test_a_copy_out_of_the_only_possible_source_has_its_rows() -> None:
     assert np.array_equal(rows, engine.rows(1, range(6)))
 
 
-def test_a_source_that_was_given_away_since_is_not_read() -> None:
+def test_rows_of_a_copied_block_stay_when_the_source_is_given_away() -> None:
     engine = Engine()
     source = engine.start([3, 5], TOKENS[:7])
     engine.compute(source, 1, range(7))
     lease = engine.start([3, 9], [*TOKENS[:6], 90], hits=6)
     engine.cache.let_go(source, TOKENS[:7])
     engine.finished([5, 10], [70, 71, 72, 73, 74], salt=4)
-    assert engine.causes(lease) == ["captured"] * 4 + ["kv recomputed"] * 2
+    assert engine.causes(lease) == ["captured"] * 6
+    assert np.array_equal(engine.cache.read(lease, 4, 6)[0], engine.rows(1, range(4, 6)))
+    engine.cache.let_go(lease, [*TOKENS[:6], 90])
+    assert engine.causes(engine.start([3, 9], [*TOKENS[:6], 91], hits=6)) == ["captured"] * 6
+
+
+def test_rows_still_in_flight_when_their_block_was_copied_are_fetched_later() -> None:
+    engine = Engine()
+    source = engine.start([3, 5], TOKENS[:7])
+    in_flight = engine.step
+    lease = engine.start([3, 9], [*TOKENS[:6], 90], hits=6)
+    assert engine.causes(lease) == ["prefix"] * 6
+    engine.compute(source, 1, range(7), step=in_flight)
+    assert engine.causes(lease) == ["captured"] * 6
+
+
+def test_rows_in_flight_of_a_source_that_was_given_away_are_not_fetched() -> None:
+    engine = Engine()
+    source = engine.start([3, 5], TOKENS[:7])
+    lease = engine.start([3, 9], [*TOKENS[:6], 90], hits=6)
+    engine.cache.let_go(source, TOKENS[:7])
+    engine.finished([5, 10], [70, 71, 72, 73, 74], salt=4)
+    assert engine.causes(lease)[4:] == ["prefix"] * 2
+
+
+def test_several_possible_sources_serve_what_they_agree_on() -> None:
+    engine = Engine()
+    for block, salt in ((5, 1), (6, 1), (7, 2)):
+        engine.compute(engine.start([3, block], TOKENS[:7], hits=4), salt, range(4, 7))
+        lease = engine.start([3, 9], [*TOKENS[:6], 90], hits=6)
+        agreed = "captured" if block < 7 else "kv recomputed"
+        assert engine.causes(lease)[4:] == [agreed] * 2
+        engine.cache.let_go(lease, [*TOKENS[:4], 90])
+
+
+def test_a_pool_that_is_recorded_in_part_proves_no_partial_hit() -> None:
+    engine = Engine()
+    engine.cache.complete = False
+    engine.finished([3, 5], TOKENS[:7], salt=1)
+    assert engine.causes(engine.start([3, 5], [*TOKENS[:6], 90], hits=6))[4:] == ["kv recomputed"] * 2
+
+
+def test_a_block_that_generation_took_is_no_source_any_more() -> None:
+    engine = Engine()
+    engine.finished([3, 5], TOKENS[:7], salt=1)
+    other = engine.start([6], [1, 2, 3, 4])
+    engine.cache.extend(other, [6, 5], engine.step + 1)
+    lease = engine.start([3, 9], [*TOKENS[:6], 90], hits=6)
+    assert engine.causes(lease)[4:] == ["kv recomputed"] * 2
 
 
 def test_blocks_beyond_the_cap_are_not_recorded_and_cost_nothing() -> None:

@@ -60,7 +60,7 @@ def test_a_second_era_is_refused(off_path, monkeypatch):
 def test_stock_beside_it_is_refused(off_path, monkeypatch, tmp_path):
     (tmp_path / "tensorrt_llm").mkdir()
     (tmp_path / "tensorrt_llm" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(standin.StandInUnavailable, match=f"found it installed from {tmp_path}"):
         standin.install()
 
@@ -73,7 +73,7 @@ def test_stock_already_imported_is_refused(off_path, monkeypatch):
 
 def test_an_empty_folder_of_that_name_is_not_stock(off_path, monkeypatch, tmp_path):
     (tmp_path / "tensorrt_llm").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     standin.install()
     assert importlib.util.find_spec("tensorrt_llm").origin.startswith(standin._TREE)
 

@@ -119,6 +119,8 @@ class FakeLoop:
     def pause(self, request: FakeRequest, *, drop: int = 0) -> None:
         """Preempt; the last `drop` tokens, still being sampled, are thrown away."""
         self.recorder.pause(request.track)
+        for position in range(request.prefix):  # what nobody knew in the first pass is not that of the second
+            request.rows.setdefault(position, Row(0, -1, "prefix"))
         del request.tokens[len(request.tokens) - drop :]
 
     def resume(self, request: FakeRequest, *, cached: int = 0) -> None:

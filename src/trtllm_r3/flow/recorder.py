@@ -23,6 +23,7 @@ from .causes import Cause
 from .copier import RouteCopier, Stream, Ticket
 from .incarnations import Incarnations
 from .layout import SKIP, Ints, StepLayout
+from .ops import CHANGED, mark
 from .payload import Payload, pack
 from .request_store import Causes, PerRequestRouteStore
 from .shared_cache import Lease, SharedRouteCache
@@ -79,12 +80,13 @@ class RouteRecorder:
 
     # -- requests
 
-    def make_cache(self, *, blocks: int, tokens_per_block: int) -> SharedRouteCache:
-        """A cache for this model's rows and so many KV blocks."""
+    def make_cache(self, *, blocks: int, tokens_per_block: int, complete: bool) -> SharedRouteCache:
+        """A cache for this model's rows and so many KV blocks; complete: those are all there are."""
         store = self.store
         return SharedRouteCache(
             blocks=blocks,
             tokens_per_block=tokens_per_block,
+            complete=complete,
             layers=store.layers,
             top_k=store.top_k,
             dtype=store.dtype,
@@ -117,6 +119,13 @@ class RouteRecorder:
         """The engine takes the request's KV memory away; it will come back, or be cancelled."""
         track.paused = True
         self._commit_landed()
+        causes = self._absorb_hits(track)
+        if track.asked:
+            # A hit without rows was computed in a pass before ours; that of the second pass is another.
+            unknown = np.flatnonzero(self.store.read(track.slot, 0, track.prefix)[1] == Cause.ABSENT)
+            why = int(causes[unknown[0]]) if len(unknown) and unknown[0] < len(causes) else Cause.PREFIX
+            slots = np.full(len(unknown), track.slot, np.int64)
+            self.store.mark(slots, unknown, Cause(why), -1)
         self._give_back(track, tokens)
 
     def resume(self, track: Track, *, kept_tokens: int, position: int) -> None:
@@ -236,6 +245,10 @@ class RouteRecorder:
         if len(row) < layout.rows:
             rows_NLK = rows_NLK[row]
         causes = self.store.causes_of(rows_NLK)
+        if (causes == Cause.CHANGED).any():
+            # One layer was watched and its ids were written to; those of the others are no better known.
+            rows_NLK = np.full_like(rows_NLK, mark(CHANGED, rows_NLK.shape[-1]))
+            causes = np.full_like(causes, Cause.CHANGED)
         if self.cache is not None and layout.kv is not None:
             known = layout.kv >= 0
             self.cache.write(layout.kv[known], rows_NLK[known], causes[known], layout.epoch, layout.step)
@@ -255,21 +268,20 @@ class RouteRecorder:
         self.store.mark(slot[alive], position[alive], cause, layout.epoch)
 
     def _absorb_hits(self, track: Track) -> Causes:
-        """Rows of positions that came out of the KV cache, where they are known; the causes of all hits."""
+        """Rows of positions that came out of the KV cache, where they are known; a cause for each hit."""
         lease = track.lease
         if self.cache is None or lease is None or not lease.first or not track.asked:
             return np.zeros(0, np.uint8)
-        rows, causes, epochs = self.cache.read(lease, 0, lease.first)
-        positions = np.flatnonzero(causes == Cause.CAPTURED)
-        slots = np.full(len(positions), track.slot, np.int64)
-        self.store.commit(slots, positions, rows[positions], epochs[positions], causes[positions])
-        return causes
+        start = min(track.start, lease.first)
+        rows, causes, epochs = self.cache.read(lease, start, lease.first)
+        known = np.flatnonzero(causes == Cause.CAPTURED)
+        slots = np.full(len(known), track.slot, np.int64)
+        self.store.commit(slots, known + start, rows[known], epochs[known], causes[known])
+        return np.concatenate([np.full(start, Cause.PREFIX, np.uint8), causes])
 
     def _give_back(self, track: Track, tokens: Sequence[int]) -> None:
         """The request loses its KV blocks; what it computed stays findable in them."""
         if self.cache is not None and track.lease is not None:
-            if track.paused:
-                self._absorb_hits(track)
             self.cache.let_go(track.lease, tokens)
         track.lease = None
 

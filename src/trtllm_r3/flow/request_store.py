@@ -118,12 +118,13 @@ class PerRequestRouteStore:
 
         A position that was never computed has the epoch -1.
         """
-        rows_TLK = np.full((stop - start, self.layers, self.top_k), mark(0, self.top_k), self.dtype)
-        causes, epochs = np.zeros(stop - start, np.uint8), np.empty(stop - start, np.int32)
         at = self._known(slot, start, stop)
-        self._packed(rows_TLK)[: len(at)] = self._arena[at]
-        causes[: len(at)] = self._cause[at]
-        epochs[: len(at)] = self._epoch[at]
+        known = len(at)
+        if known < stop - start:
+            at = np.append(at, np.zeros(stop - start - known, np.int64))
+        rows_TLK = self._arena[at].view(self.dtype).reshape(len(at), self.layers, self.top_k)
+        causes, epochs = self._cause[at], self._epoch[at]
+        causes[known:] = _ABSENT
         absent = causes == _ABSENT
         rows_TLK[absent], epochs[absent] = mark(0, self.top_k), -1
         return rows_TLK, causes, epochs

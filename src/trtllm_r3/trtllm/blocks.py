@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 _KV_CACHE_MANAGER = "KV_CACHE_MANAGER"
@@ -26,8 +27,9 @@ class KvBlocks:
         manager = next(
             (m for key, m in managers.items() if getattr(key, "name", key) == _KV_CACHE_MANAGER), None
         )
-        windows = getattr(manager, "max_attention_window_vec", None)
-        one_window = windows is None or len(set(windows)) == 1
+        # With several windows, or one that is shorter than a sequence, a block list is not the sequence.
+        windows = getattr(manager, "max_attention_window_vec", None) or [getattr(manager, "max_seq_len", 0)]
+        one_window = len(windows) == 1 and windows[0] >= getattr(manager, "max_seq_len", 0)
         names = ("get_cache_indices", "tokens_per_block", "blocks_in_primary_pool")
         known = all(hasattr(manager, name) for name in names) and "V2" not in type(manager).__name__
         reuses = bool(getattr(manager, "enable_block_reuse", False))
@@ -37,10 +39,10 @@ class KvBlocks:
         """Block ids of a request, in the order of its tokens."""
         return list(self.manager.get_cache_indices(request))
 
-    def scope(self, request: Any) -> bytes | None:
-        """LoRA adapter and cache salt; None for a request whose content is not keyed by tokens alone."""
+    def scope(self, request: Any) -> bytes:
+        """LoRA adapter and cache salt. A prompt with images is like no other: its tokens do not tell."""
         if getattr(request, "py_multimodal_data", None) or getattr(request, "multimodal_hashes", None):
-            return None
+            return os.urandom(16)
         return repr(
             (getattr(request, "lora_task_id", None), getattr(request, "cache_salt_id", None))
         ).encode()

@@ -82,7 +82,9 @@ class CapturedEngine:
         cap, blocks, cache = self.config.shared_cache_tokens, self.blocks, None
         if blocks is not None and cap != 0:
             count = blocks.count if cap < 0 else min(blocks.count, cap // blocks.tokens_per_block)
-            cache = self.recorder.make_cache(blocks=count, tokens_per_block=blocks.tokens_per_block)
+            cache = self.recorder.make_cache(
+                blocks=count, tokens_per_block=blocks.tokens_per_block, complete=count == blocks.count
+            )
         self.recorder.share(cache)
 
     def forget_prefixes(self) -> None:
@@ -118,12 +120,13 @@ class CapturedEngine:
     def _lend(self, request: Any, track: Track, position: int) -> None:
         if self.blocks is None or self.recorder.cache is None:
             return
-        scope = self.blocks.scope(request)
-        if scope is not None:
-            tokens = request.get_tokens(0)
-            self.recorder.lend(
-                track, scope=scope, blocks=self.blocks.ids(request), tokens=tokens, position=position
-            )
+        self.recorder.lend(
+            track,
+            scope=self.blocks.scope(request),
+            blocks=self.blocks.ids(request),
+            tokens=request.get_tokens(0),
+            position=position,
+        )
 
     def grow(self, request: Any, track: Track, position: int) -> None:
         """A generation row at `position`: at the start of a block the request has got a new one."""

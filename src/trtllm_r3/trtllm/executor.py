@@ -117,7 +117,7 @@ def forward(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) 
     """Around `PyTorchModelEngine.forward(scheduled_requests, resource_manager, new_tensors_device, ...)`."""
     engine = captured(instance)
     batch = args[0] if args else next(iter(kwargs.values()))
-    if engine is None or instance.is_warmup or not hasattr(batch, "context_requests"):
+    if engine is None or getattr(instance, "is_warmup", False) or not hasattr(batch, "context_requests"):
         return wrapped(*args, **kwargs)
     recorder, spans = engine.recorder, None
     with guard("forward entry", engine):

@@ -23,7 +23,11 @@ _REFUSED = (
     ("max_beam_width", 1, "beams exchange their histories"),
     ("speculative_config", None, "rows of rejected drafts cannot be told apart"),
     ("cache_transceiver_config", None, "the prompt's rows are on another server"),
-    ("enable_attention_dp", False, "not proven on several ranks yet"),
+    ("enable_attention_dp", False, "rows lie on several ranks, which is not proven yet"),
+    ("kv_connector_config", None, "positions that a connector loads were computed elsewhere"),
+    ("torch_compile_config", None, "layers that are traced are not heard yet"),
+    ("orchestrator_type", None, "workers under that orchestrator are not reached yet"),
+    ("num_postprocess_workers", 0, "post-processing workers are not reached yet"),
 )
 
 
