@@ -165,7 +165,7 @@ class PerRequestRouteStore:
             if last < have:
                 continue
             while len(self._free_pages) <= last - have:
-                self._double()
+                self._add_pages(len(self._arena) // PAGE)
             fresh = self._free_pages[have - last - 1 :]
             del self._free_pages[have - last - 1 :]
             self._table[slot, have : last + 1] = fresh
@@ -173,12 +173,25 @@ class PerRequestRouteStore:
             given += fresh
         self._cause.reshape(-1, PAGE)[given] = _ABSENT
 
-    def _double(self) -> None:
-        have = len(self._arena) // PAGE
-        self._arena = np.concatenate([self._arena, np.empty_like(self._arena)])
-        self._cause = np.concatenate([self._cause, np.zeros_like(self._cause)])
-        self._epoch = np.concatenate([self._epoch, np.zeros_like(self._epoch)])
-        self._free_pages.extend(range(2 * have - 1, have - 1, -1))
+    def reserve(self, positions: int) -> None:
+        """Room for so many positions at once, so that the arena is not copied while requests run.
+
+        Costs address space only: memory is paid for as pages are used.
+        """
+        lacking = -(-positions // PAGE) - len(self._arena) // PAGE
+        if lacking > 0:
+            self._add_pages(lacking)
+
+    def _add_pages(self, count: int) -> None:
+        have, rows = len(self._arena) // PAGE, len(self._arena) + count * PAGE
+        for name, fresh in (
+            ("_arena", np.empty(rows, self._row)),
+            ("_cause", np.zeros(rows, np.uint8)),
+            ("_epoch", np.zeros(rows, np.int32)),
+        ):
+            fresh[: have * PAGE] = getattr(self, name)
+            setattr(self, name, fresh)
+        self._free_pages.extend(range(have + count - 1, have - 1, -1))
 
     def causes_of(self, rows_NLK: Rows) -> Causes:
         """Per row: CAPTURED, or what the first marked layer says."""

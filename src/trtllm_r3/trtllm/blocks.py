@@ -24,9 +24,7 @@ class KvBlocks:
     @classmethod
     def of(cls, managers: Any) -> KvBlocks | None:
         """None if nothing is reused, or nobody can tell what."""
-        manager = next(
-            (m for key, m in managers.items() if getattr(key, "name", key) == _KV_CACHE_MANAGER), None
-        )
+        manager = _kv_cache_manager(managers)
         # With several windows, or one that is shorter than a sequence, a block list is not the sequence.
         windows = getattr(manager, "max_attention_window_vec", None) or [getattr(manager, "max_seq_len", 0)]
         one_window = len(windows) == 1 and windows[0] >= getattr(manager, "max_seq_len", 0)
@@ -46,3 +44,13 @@ class KvBlocks:
         return repr(
             (getattr(request, "lora_task_id", None), getattr(request, "cache_salt_id", None))
         ).encode()
+
+
+def pool_tokens(managers: Any) -> int:
+    """Tokens that the KV cache holds, 0 if it does not say."""
+    manager = _kv_cache_manager(managers)
+    return int(getattr(manager, "tokens_per_block", 0)) * int(getattr(manager, "blocks_in_primary_pool", 0))
+
+
+def _kv_cache_manager(managers: Any) -> Any:
+    return next((m for key, m in managers.items() if getattr(key, "name", key) == _KV_CACHE_MANAGER), None)

@@ -11,7 +11,7 @@ from typing import Any
 from ..config import Config
 from ..errors import UnsupportedError, explain
 from ..flow.recorder import RouteRecorder, Track
-from .blocks import KvBlocks
+from .blocks import KvBlocks, pool_tokens
 from .routing import listen
 from .runtime import runtime
 from .sites import Site, check_sites, find_sites
@@ -78,6 +78,7 @@ class CapturedEngine:
 
     def share_blocks(self, managers: Any) -> None:
         """An executor with these resource managers is built; the KV cache of an earlier one is gone."""
+        self.recorder.store.reserve(pool_tokens(managers))
         self.blocks = KvBlocks.of(managers)
         cap, blocks, cache = self.config.shared_cache_tokens, self.blocks, None
         if blocks is not None and cap != 0:
