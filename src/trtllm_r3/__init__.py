@@ -59,6 +59,7 @@ def reset() -> int:
     """Start a new weight version: rows captured from now on carry its number. Returns the number.
 
     It travels with every later request to the workers, where it takes effect before the request does.
+    Rows of what their KV caches hold by then are not served to later hits.
     """
     from .trtllm.runtime import runtime
 

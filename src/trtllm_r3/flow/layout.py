@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
-SKIP = -1  # slot of a span whose rows nobody wants: a dummy, or a request that did not ask
+SKIP = -1  # slot of a span whose rows are of use to nobody, a dummy for instance
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ class PerRequestRouteStore:
     """The first write of a position wins: it belongs to the forward that produced the kept token.
 
     A request has a slot; a page table maps (slot, position // PAGE) to a page of the arena, so that a
-    step of any mix of requests is one indexed write. The arena grows by doubling, and is bounded by
-    the tokens of the live requests.
+    step of any mix of requests is one indexed write. The arena doubles when more pages are in use than
+    were reserved, and is never given back.
     """
 
     def __init__(self, *, layers: int, top_k: int, dtype: npt.DTypeLike, pages: int = 64) -> None:

@@ -145,7 +145,7 @@ class CapturedEngine:
         self._admitted = [(r, t) for r, t in self._admitted if r() is not None and not t.released]
 
     def track_of(self, request: Any) -> Track | None:
-        """What the recorder knows of a request; None if it did not ask or was never computed."""
+        """What the recorder knows of a request; None if it was never computed or its rows are of no use."""
         track: Track | None = getattr(request, ATTRIBUTE, None)
         return track
 

@@ -16,7 +16,7 @@ Spans = tuple[list[int], list[int], list[int]]  # store slots, first positions, 
 
 
 def read_spans(engine: CapturedEngine, batch: Any, *, overlapped: bool) -> Spans:
-    """Spans of the step in row order; requests that asked and are new get a track."""
+    """Spans of the step in row order; new requests whose rows are of use get a track."""
     slots: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
