@@ -58,8 +58,9 @@ def status() -> dict[str, Any]:
 def reset() -> int:
     """Start a new weight version: rows captured from now on carry its number. Returns the number.
 
-    It travels with every later request to the workers, where it takes effect before the request does.
-    Rows of what their KV caches hold by then are not served to later hits.
+    It travels with every later request to the workers, where it takes effect before the request does. It
+    does not touch the engine's KV cache: as long as that serves what older weights computed, a hit has the
+    rows, and the version, of those weights. `reset_prefix_cache` of the engine ends that, and is noticed.
     """
     from .trtllm.runtime import runtime
 

@@ -66,6 +66,7 @@ class Config:
                     )
                 )
         hints = get_type_hints(cls)
+        _refuse_unknown({f.metadata["env"] for f in known.values()})
         for name, f in known.items():
             text = os.environ.get(f.metadata["env"])
             if name not in given and text is not None:
@@ -82,6 +83,19 @@ class Config:
 def armed() -> bool:
     """Whether `TRTLLM_R3` switches the package on for this process."""
     return _parse("TRTLLM_R3", bool, os.environ.get("TRTLLM_R3", "")) is True
+
+
+def _refuse_unknown(known: set[str]) -> None:
+    for name in os.environ:
+        if name.startswith("TRTLLM_R3_") and name not in known | {"TRTLLM_R3_STANDIN"}:
+            raise ConfigError(
+                explain(
+                    what="environment",
+                    expected=f"one of {', '.join(sorted(known))}",
+                    found=name,
+                    remedy="Correct its name or unset it.",
+                )
+            )
 
 
 def _parse(name: str, hint: Any, text: str) -> Any:

@@ -45,4 +45,4 @@ class RoutesMismatch(R3Error, ValueError):
 
 def explain(*, what: str, expected: str, found: str, remedy: str) -> str:
     """Build a message in the one form that all errors here share."""
-    return f"{what}: expected {expected}, found {found}. {remedy}"
+    return f"{what}: expected {expected}, found {found}. {remedy}".rstrip()

@@ -72,7 +72,7 @@ def test_bad_lines_are_named_and_the_others_run(llm, rollout, tmp_path):
     assert [(e["line"], e["id"]) for e in errors(tmp_path)] == [(2, None), (3, "long"), (5, None)]
     assert "line 2: not JSON" in result.stderr
     assert "line 3: prompt of 101 tokens exceeds max_num_tokens" in result.stderr
-    assert "greedy" in errors(tmp_path)[2]["error"]
+    assert "n=2 gives the same answer each time" in errors(tmp_path)[2]["error"]
 
 
 def test_a_request_that_fails_in_the_engine_is_a_bad_line(llm, rollout, tmp_path):
@@ -149,12 +149,13 @@ def test_a_crash_at_any_point_of_writing_neither_loses_nor_repeats(
     """The second shard is the one that does not get through, and nothing is written after it."""
     real, calls = getattr(shards, step), []
 
-    def crash(*args: Any) -> None:
+    def crash(*args: Any) -> Any:
         calls.append(args)
         if len(calls) < 2 or (when == "after" and len(calls) == 2):
-            real(*args)
+            outcome = real(*args)
         if len(calls) >= 2:
             raise MemoryError("as if the power went")
+        return outcome
 
     monkeypatch.setattr(store, step, crash)
     result = rollout(PROMPTS, "--shard-prompts", "4")
@@ -181,7 +182,7 @@ def test_a_torn_last_line_is_done_again(llm, rollout, tmp_path, cut):
     file.write_bytes(data[: data.rindex(b"\n", 0, -1) + 1] if cut == "\n" else data[:-cut])
     llm.asked = 0
     assert rollout(PROMPTS[:9], *options).exit_code == 0
-    assert llm.asked == 1
+    assert llm.asked == 2  # its two answers
     check_whole(tmp_path, list(range(1, 10)), answers=2)
 
 
@@ -328,3 +329,41 @@ def test_it_says_which_engine_runs(llm, rollout, monkeypatch):
     result = rollout(PROMPTS[:1])
     assert "TensorRT-LLM 1.2.0 has not passed `selftest`" in result.stderr
     assert result.exit_code == 2
+
+
+def test_a_flush_that_was_cut_short_and_is_tried_again_repeats_no_line(tmp_path, monkeypatch):
+    import os
+
+    from trtllm_r3.cli import shards
+    from trtllm_r3.flow.routes import Routes
+
+    folder = store.RunFolder(tmp_path, {"model": "m"})
+    folder.add(1, "d", [({"prompt": "a"}, Routes(None, why_none="x"))])
+    real, calls = shards.sync, []
+
+    def interrupted(file):
+        real(file)
+        calls.append(os.fstat(file.fileno()).st_size)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards, "sync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        folder.flush()
+    folder.flush()
+    folder.close()
+    lines = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["line"] for line in lines] == [1]
+
+
+def test_each_answer_is_a_request_of_its_own_with_a_seed_of_its_own(rollout, tmp_path, llm):
+    assert rollout([{"prompt": "a b", "n": 3}], "--temperature", "1").exit_code == 0
+    assert llm.asked == 3
+    assert [(r["answer"], r["answers"]) for r in records(tmp_path)] == [(0, 3), (1, 3), (2, 3)]
+    assert len({derived_seed(5, 1, answer) for answer in range(3)}) == 3
+
+
+def test_a_folder_without_answers_may_be_made_with_other_options(rollout, tmp_path, llm):
+    assert rollout([{"prompt": 3}], "--temperature", "1").exit_code == 1
+    assert rollout([{"prompt": "a b"}], "--temperature", "2").exit_code == 0
+    assert len(records(tmp_path)) == 1

@@ -16,7 +16,7 @@ from trtllm_r3.flow.copier import CudaStream
 from trtllm_r3.flow.recorder import RouteRecorder
 
 Oracle = tuple[str, dict[str, Any]]
-REQUESTS = int(os.environ.get("TRTLLM_R3_TEST_REQUESTS", "200"))
+REQUESTS = int(os.environ.get("R3_TEST_REQUESTS", "200"))
 _CYCLES = 2_000_000  # about a millisecond
 
 

@@ -42,7 +42,7 @@ def test_the_metadata_says_what_the_documents_say(tmp_path):
     wheel = build("wheel", tmp_path)
     metadata = wheel.read("trtllm_r3-0.1.0.dist-info/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
-    assert {"dev", "report", "standin", "trtllm"} == set(extras(metadata))
+    assert {"cli", "dev", "report", "standin", "trtllm"} == set(extras(metadata))
     assert required(metadata) == {"numpy", "pluggy", "torch", "wrapt"}
     entry_points = wheel.read("trtllm_r3-0.1.0.dist-info/entry_points.txt").decode()
     assert "trtllm-r3 = trtllm_r3.cli:main" in entry_points

@@ -14,6 +14,9 @@ def main() -> None:
     except ModuleNotFoundError as exc:
         if exc.name not in _NEEDS:
             raise
-        print(f'trtllm-r3 needs {exc.name}: pip install "trtllm-r3[standin]"', file=sys.stderr)
+        print(
+            f"trtllm-r3 needs {exc.name}, which the extra 'cli' brings ('standin': the stand-in engine too)",
+            file=sys.stderr,
+        )
         sys.exit(2)
     app()

@@ -29,8 +29,9 @@ def locked(path: Path) -> BinaryIO:
 def check_made_with(path: Path, made_with: Mapping[str, Any]) -> None:
     """Write run.json into a new folder; refuse a folder that was made with something else."""
     run, wanted = path / RUN, json.loads(json.dumps({"format": FORMAT, **made_with}))
-    if not run.exists():
-        if (path / ROLLOUTS).exists():
+    answers = path / ROLLOUTS
+    if not run.exists() or not answers.exists() or not answers.stat().st_size:
+        if answers.exists() and not run.exists():
             raise RunRefused(f"{path} has a {ROLLOUTS} but no {RUN}: choose another --out")
         replace_file(run, (json.dumps(wanted, indent=2) + "\n").encode())
         return

@@ -51,9 +51,10 @@ class Progress:
     complain: Callable[[BadLine], None] = lambda bad: None
 
 
-def derived_seed(seed: int, line: int) -> int:
-    """A prompt's own seed: the same in every run and whatever runs beside it."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{line}".encode()).digest()[:4], "big") >> 1
+def derived_seed(seed: int, line: int, answer: int = 0) -> int:
+    """An answer's own seed: the same in every run and whatever runs beside it."""
+    name = f"{seed}:{line}:{answer}" if answer else f"{seed}:{line}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") >> 1
 
 
 class Rollout:
@@ -103,34 +104,40 @@ class Rollout:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _one(self, prompt: Prompt) -> None:
-        request = self._submit(prompt)
-        if request is None:
-            return
+        requests: list[Any] = []
         try:
-            await request
+            self._submit(prompt, requests)
+            for request in requests:
+                await request
+            self._keep(prompt, requests)
         except asyncio.CancelledError:
-            request.abort()
+            _abort(requests)
             raise
-        except Exception as exc:
-            if not engine.is_fault_of_one_request(exc):
-                raise
-            self._complain(BadLine(prompt.line, str(exc), prompt.id))
-            return
-        self._keep(prompt, request)
-
-    def _submit(self, prompt: Prompt) -> Any:
-        options = {"seed": derived_seed(self.seed, prompt.line), **self.sampling, **prompt.sampling}
-        try:
-            params = engine.sampling_params(return_routed_experts=True, **options)
-            return self.llm.generate_async(prompt.inputs, params)
         except Exception as exc:
             if not isinstance(exc, (ValueError, TypeError)) and not engine.is_fault_of_one_request(exc):
                 raise
+            _abort(requests)
             self._complain(BadLine(prompt.line, str(exc), prompt.id))
-            return None
 
-    def _keep(self, prompt: Prompt, request: Any) -> None:
-        answers = [(_answer(prompt, request, output), routes_of(output)) for output in request.outputs]
+    def _submit(self, prompt: Prompt, requests: list[Any]) -> None:
+        """One request an answer: what ends one, a stop string for instance, must not end the others."""
+        options = {**self.sampling, **prompt.sampling}
+        answers = options.pop("n", None) or 1
+        if answers > 1 and not any(options.get(name) for name in ("temperature", "top_p", "top_k")):
+            raise ValueError(
+                f"n={answers} gives the same answer each time without temperature, top_p or top_k"
+            )
+        for answer in range(answers):
+            seed = derived_seed(options.get("seed", self.seed), prompt.line, answer)
+            own = {**options, "seed": options["seed"] if "seed" in options and not answer else seed}
+            params = engine.sampling_params(return_routed_experts=True, **own)
+            requests.append(self.llm.generate_async(prompt.inputs, params))
+
+    def _keep(self, prompt: Prompt, requests: list[Any]) -> None:
+        outputs = [(request, request.outputs[0]) for request in requests]
+        if any(output.finish_reason is None for _, output in outputs):
+            raise ValueError("the engine ended the request without a reason")
+        answers = [(_answer(prompt, request, output), routes_of(output)) for request, output in outputs]
         self.folder.add(prompt.line, prompt.digest, answers)
         for answer in answers:
             self.summary.count(*answer)
@@ -155,6 +162,11 @@ class Rollout:
         self.folder.report(bad)
         self.progress.complain(bad)
         self.progress.advance()
+
+
+def _abort(requests: list[Any]) -> None:
+    for request in requests:
+        request.abort()
 
 
 async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:

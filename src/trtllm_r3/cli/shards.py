@@ -50,11 +50,18 @@ def write_shard(path: Path, routes: Mapping[str, Routes]) -> None:
     replace_file(path, save(tensors, _metadata(routes)))
 
 
-def append_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Append records as lines; they are on disk when this returns."""
-    with path.open("ab") as file:
+def append_lines(path: Path, records: Sequence[Mapping[str, Any]], end: int) -> int:
+    """Put records as lines at offset `end`; they are on disk when this returns the new end.
+
+    What lies behind `end` is of an earlier attempt at the same records, and goes.
+    """
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(end)
+        file.seek(end)
         file.write("".join(json.dumps(record) + "\n" for record in records).encode())
         sync(file)
+        return file.tell()
 
 
 def read_rollouts(path: Path) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:

@@ -34,6 +34,8 @@ class RunFolder:
             check_made_with(path, made_with)
             self.finished, self._shard = recover(path)
             (path / ERRORS).write_text("", encoding="utf-8")
+            lines = path / ROLLOUTS
+            self._end = lines.stat().st_size if lines.exists() else 0
         except BaseException:
             self._lock.close()
             raise
@@ -70,7 +72,7 @@ class RunFolder:
         if self._routes:
             write_shard(self.path / shard_name(self._shard), self._routes)
         if self._records:
-            append_lines(self.path / ROLLOUTS, self._records)
+            self._end = append_lines(self.path / ROLLOUTS, self._records, self._end)
         self._shard += bool(self._routes)
         self._records, self._routes, self._prompts, self._bytes = [], {}, 0, 0
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from . import ops
 
 log = logging.getLogger(__name__)
+_IDLE = "it did not run"
 _AGAIN = "it ran more than once in a pass"
 
 
@@ -89,6 +90,8 @@ class RouteCapturer:
         self._visited: list[int] = []
         self._covered: set[int] = set()
         self._open = self._void = self._any = False
+        self._rows = 0  # of each layer of the open pass
+        self.pass_rows: int | None = None  # of the last pass of this forward; None: only graphs ran
         self._witness = 0
 
     @property
@@ -99,7 +102,7 @@ class RouteCapturer:
     def begin(self) -> None:
         """A forward starts: whatever an earlier one left open is dropped."""
         self._open = False
-        self._visit = None
+        self._visit = self.pass_rows = None
         self._visited.clear()
 
     def enter(self, layer: int, logits: torch.Tensor, local_rows: int) -> None:
@@ -112,6 +115,7 @@ class RouteCapturer:
         again = layer in self._visited if self._open else layer != first
         if not self._open:
             self._open_pass()
+            self._rows = local_rows
         self._visited.append(layer)
         self._visit = _Visit(layer, logits, local_rows, trouble=_AGAIN if again else "")
 
@@ -134,12 +138,15 @@ class RouteCapturer:
         if visit is None:
             return
         wrong = visit.uncovered()
+        if not wrong and visit.local_rows != self._rows:
+            wrong = f"it got {visit.local_rows} rows where the layers before it got {self._rows}"
         if wrong:
             self.uncovered[visit.layer] = wrong
             self._covered.discard(visit.layer)
             self.routes_RLK[:, visit.layer].fill_(self.poison)
         else:
-            self.uncovered.pop(visit.layer, None)
+            if not self.checking or self.uncovered.get(visit.layer) == _IDLE:
+                self.uncovered.pop(visit.layer, None)
             self._covered.add(visit.layer)
         if len(set(self._visited)) == self.layers:
             self._close_pass()
@@ -168,7 +175,7 @@ class RouteCapturer:
         self._covered.clear()
         self._open, self._void = True, False
         if not self._any:
-            self._any, self.uncovered = True, dict.fromkeys(range(self.layers), "it did not run")
+            self._any, self.uncovered = True, dict.fromkeys(range(self.layers), _IDLE)
         self._witness = self.passes % self.layers
 
     def _take(self, layer: int, row: int, ids: torch.Tensor) -> None:
@@ -186,6 +193,7 @@ class RouteCapturer:
     def _close_pass(self) -> None:
         self._open = False
         self.passes += 1
+        self.pass_rows = self._rows
         self._demote_changed()
         if self._void:
             self.void_passes += 1

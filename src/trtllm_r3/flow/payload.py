@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..errors import RoutesMismatch, explain
 from .causes import Cause
-from .request_store import Causes, Rows, missing_layers
+from .request_store import Causes, Epochs, Rows, missing_layers
 from .routes import Gap, Routes, Run
 
 VERSION = 1
@@ -32,7 +33,7 @@ class Payload(NamedTuple):
 def pack(
     rows_TLK: Rows,
     causes: Causes,
-    epochs: npt.NDArray[np.int32],
+    epochs: Epochs,
     *,
     start: int,
     generated: int,
@@ -63,6 +64,15 @@ def pack_none(why: str, counters: Mapping[str, int]) -> Payload:
 def unpack(payload: Payload, num_generated: int) -> Routes:
     """The caller's side. `num_generated`: tokens the caller kept; rows of tokens it cut off are dropped."""
     meta = _dict(payload.meta)
+    if meta.get("v") != VERSION:
+        raise RoutesMismatch(
+            explain(
+                what="routes from the worker",
+                expected=f"format {VERSION}",
+                found=str(meta.get("v")),
+                remedy="Install the same trtllm-r3 on both sides.",
+            )
+        )
     if payload.ids is None:
         return Routes(None, why_none=meta["why_none"], counters=meta["counters"])
     surplus = max(0, meta["generated"] - num_generated)

@@ -25,7 +25,7 @@ from .incarnations import Incarnations
 from .layout import SKIP, Ints, StepLayout
 from .ops import CHANGED, mark
 from .payload import Payload, pack
-from .request_store import Causes, PerRequestRouteStore
+from .request_store import Causes, Epochs, PerRequestRouteStore, Rows
 from .shared_cache import Lease, SharedRouteCache
 
 
@@ -119,13 +119,8 @@ class RouteRecorder:
         """The engine takes the request's KV memory away; it will come back, or be cancelled."""
         track.paused = True
         self._commit_landed()
-        causes = self._absorb_hits(track)
         if track.asked:
-            # A hit without rows was computed in a pass before ours; that of the second pass is another.
-            unknown = np.flatnonzero(self.store.read(track.slot, 0, track.prefix)[1] == Cause.ABSENT)
-            why = int(causes[unknown[0]]) if len(unknown) and unknown[0] < len(causes) else Cause.PREFIX
-            slots = np.full(len(unknown), track.slot, np.int64)
-            self.store.mark(slots, unknown, Cause(why), -1)
+            self._keep_hits(track)
         self._give_back(track, tokens)
 
     def resume(self, track: Track, *, kept_tokens: int, position: int) -> None:
@@ -145,12 +140,12 @@ class RouteRecorder:
         """Rows [start, num_tokens - 1), whatever was captured; waits for the request's own last step only."""
         stop = max(track.start, num_tokens - 1)
         self._commit_landed(through=self._last_step_of(track, stop))
-        hits = self._absorb_hits(track)
         rows, causes, epochs = self.store.read(track.slot, track.start, stop)
+        hits = self._hits(track, track.start, stop)
         absent = np.flatnonzero(causes[: max(0, track.prefix - track.start)] == Cause.ABSENT)
         causes[absent] = Cause.PREFIX
-        told = absent[absent + track.start < len(hits)]
-        causes[told] = hits[told + track.start]
+        told = absent[absent < len(hits[1])]
+        rows[told], causes[told], epochs[told] = hits[0][told], hits[1][told], hits[2][told]
         return pack(
             rows,
             causes,
@@ -198,7 +193,10 @@ class RouteRecorder:
     def end_step(self) -> None:
         """The forward has been launched on the current stream."""
         layout, self._layout = self._layout, None
-        if layout is not None and not self.copier.stage(layout, self.capturer.routes_RLK):
+        ran = self.capturer.pass_rows  # fewer than the step's: it was cut into several passes
+        if layout is not None and ran is not None and ran < layout.rows:
+            self._lose(layout, Cause.LAYOUT)
+        elif layout is not None and not self.copier.stage(layout, self.capturer.routes_RLK):
             self._lose(layout, Cause.STAGING)
         self._commit_landed()
 
@@ -209,9 +207,13 @@ class RouteRecorder:
         if layout is not None:
             self._lose(layout, cause)
 
-    def fail(self, why: str) -> None:
-        """A hook failed: requests keep what they have, nothing more is captured."""
+    def stop(self, why: str) -> None:
+        """Requests keep what they have, nothing more is captured from the next step on. From any thread."""
         self.degraded = self.degraded or why
+
+    def fail(self, why: str) -> None:
+        """A hook failed in the engine's loop: what it was doing is lost too."""
+        self.stop(why)
         self.capturer.void()
         self.abort_step(Cause.FAULT)
 
@@ -267,17 +269,21 @@ class RouteRecorder:
         self.counters[f"lost_{cause.name.lower()}"] += int(alive.sum())
         self.store.mark(slot[alive], position[alive], cause, layout.epoch)
 
-    def _absorb_hits(self, track: Track) -> Causes:
-        """Rows of positions that came out of the KV cache, where they are known; a cause for each hit."""
+    def _hits(self, track: Track, start: int, stop: int) -> tuple[Rows, Causes, Epochs]:
+        """Rows, causes and epochs of positions from `start` on that came out of the KV cache."""
         lease = track.lease
-        if self.cache is None or lease is None or not lease.first or not track.asked:
-            return np.zeros(0, np.uint8)
-        start = min(track.start, lease.first)
-        rows, causes, epochs = self.cache.read(lease, start, lease.first)
+        if self.cache is None or lease is None or not track.asked:
+            return self.store.read(track.slot, start, start)
+        return self.cache.read(lease, start, max(start, min(stop, lease.first)))
+
+    def _keep_hits(self, track: Track) -> None:
+        """Before the KV is given back. A hit that is not known now stays missing: its row is that of an
+        earlier pass, and the pass after the pause would compute another one."""
+        slots = np.full(track.prefix, track.slot, np.int64)
+        rows, causes, epochs = self._hits(track, 0, track.prefix)
         known = np.flatnonzero(causes == Cause.CAPTURED)
-        slots = np.full(len(known), track.slot, np.int64)
-        self.store.commit(slots, known + start, rows[known], epochs[known], causes[known])
-        return np.concatenate([np.full(start, Cause.PREFIX, np.uint8), causes])
+        self.store.commit(slots[known], known, rows[known], epochs[known], causes[known])
+        self.store.mark(slots, np.arange(track.prefix), Cause.PREFIX, -1)
 
     def _give_back(self, track: Track, tokens: Sequence[int]) -> None:
         """The request loses its KV blocks; what it computed stays findable in them."""

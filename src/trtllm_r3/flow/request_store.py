@@ -18,6 +18,7 @@ PAGE = 64  # positions; a short request wastes at most 63 rows
 
 Rows = npt.NDArray[Any]
 Causes = npt.NDArray[np.uint8]
+Epochs = npt.NDArray[np.int32]
 # Plain integers: numpy asks an enum member a dozen questions first.
 _ABSENT, _CAPTURED = int(Cause.ABSENT), int(Cause.CAPTURED)
 _DEVICE_CAUSES = np.array(DEVICE_CAUSES, np.uint8)
@@ -39,7 +40,6 @@ class PerRequestRouteStore:
         self._epoch = np.zeros(pages * PAGE, np.int32)
         self._free_pages = list(range(pages - 1, -1, -1))
         self._table = np.full((16, 8), -1, np.int64)
-        self._pages = [0] * 16  # of each slot
         self._free_slots = list(range(15, -1, -1))
 
     @property
@@ -62,15 +62,14 @@ class PerRequestRouteStore:
         if not self._free_slots:
             have = len(self._table)
             self._table = np.concatenate([self._table, np.full_like(self._table, -1)])
-            self._pages += [0] * have
             self._free_slots = list(range(2 * have - 1, have - 1, -1))
         return self._free_slots.pop()
 
     def close(self, slot: int) -> None:
         """The request is gone: its pages and its slot are free."""
-        held = self._table[slot, : self._pages[slot]]
-        self._free_pages.extend(held.tolist())
-        held[:], self._pages[slot] = -1, 0
+        held = self._table[slot]
+        self._free_pages.extend(held[held >= 0].tolist())
+        held[:] = -1
         self._free_slots.append(slot)
 
     def commit(
@@ -78,7 +77,7 @@ class PerRequestRouteStore:
         slots_N: Ints,
         positions_N: Ints,
         rows_NLK: Rows,
-        epoch: int | npt.NDArray[np.int32],
+        epoch: int | Epochs,
         causes_N: Causes | None = None,
     ) -> tuple[int, int]:
         """Store the rows of positions that have none yet.
@@ -110,35 +109,34 @@ class PerRequestRouteStore:
 
     def forget(self, slot: int, first: int) -> None:
         """Rows from position `first` on belong to tokens that were dropped; they will be rewritten."""
-        at = self._known(slot, first, self._table.shape[1] * PAGE)
-        self._cause[at] = _ABSENT
+        at = self._places(slot, first, self._table.shape[1] * PAGE)
+        self._cause[at[at >= 0]] = _ABSENT
 
-    def read(self, slot: int, start: int, stop: int) -> tuple[Rows, Causes, npt.NDArray[np.int32]]:
+    def read(self, slot: int, start: int, stop: int) -> tuple[Rows, Causes, Epochs]:
         """(ids [T, L, K], causes [T], epochs [T]) of positions [start, stop); always stop - start rows.
 
         A position that was never computed has the epoch -1.
         """
-        at = self._known(slot, start, stop)
-        known = len(at)
-        if known < stop - start:
-            at = np.append(at, np.zeros(stop - start - known, np.int64))
+        places = self._places(slot, start, stop)
+        at = np.maximum(places, 0)
         rows_TLK = self._arena[at].view(self.dtype).reshape(len(at), self.layers, self.top_k)
         causes, epochs = self._cause[at], self._epoch[at]
-        causes[known:] = _ABSENT
+        causes[places < 0] = _ABSENT
         absent = causes == _ABSENT
-        rows_TLK[absent], epochs[absent] = mark(0, self.top_k), -1
+        if absent.any():
+            rows_TLK[absent], epochs[absent] = mark(0, self.top_k), -1
         return rows_TLK, causes, epochs
 
     def _packed(self, rows_NLK: Rows) -> Rows:
         """The same memory as one item a row, [N]."""
         return rows_NLK.reshape(len(rows_NLK), self.layers * self.top_k).view(self._row)[:, 0]
 
-    def _known(self, slot: int, start: int, stop: int) -> Ints:
-        """Arena rows of the positions from `start` on that have pages; pages are given out in order."""
-        stop = min(stop, self._pages[slot] * PAGE)
-        positions = np.arange(start, max(start, stop), dtype=np.int64)
-        at: Ints = self._table[slot][positions // PAGE] * PAGE + positions % PAGE
-        return at
+    def _places(self, slot: int, start: int, stop: int) -> Ints:
+        """Arena row of each position, -1 where no page is; positions that were not computed have none."""
+        pages, offsets = np.divmod(np.arange(start, max(start, stop), dtype=np.int64), PAGE)
+        table = np.append(self._table[slot], -1)
+        held = table[np.minimum(pages, len(table) - 1)]
+        return np.where(held < 0, -1, held * PAGE + offsets)
 
     def _claim(self, slots_N: Ints, positions_N: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
         pages_N = positions_N // PAGE
@@ -156,22 +154,17 @@ class PerRequestRouteStore:
         return at, self._cause[at] == _ABSENT
 
     def _give_pages(self, slots: Ints, pages: Ints) -> None:
-        """Each slot gets every page that it lacks up to the last one named."""
-        turns = np.append(0, np.flatnonzero(slots[1:] != slots[:-1]) + 1)
-        lasts = np.maximum.reduceat(pages, turns)
-        given: list[int] = []
-        for slot, last in zip(slots[turns].tolist(), lasts.tolist(), strict=True):
-            have = self._pages[slot]
-            if last < have:
-                continue
-            while len(self._free_pages) <= last - have:
-                self._add_pages(len(self._arena) // PAGE)
-            fresh = self._free_pages[have - last - 1 :]
-            del self._free_pages[have - last - 1 :]
-            self._table[slot, have : last + 1] = fresh
-            self._pages[slot] = last + 1
-            given += fresh
-        self._cause.reshape(-1, PAGE)[given] = _ABSENT
+        """A page for each (slot, page index) named; those may be named more than once."""
+        width = self._table.shape[1]
+        wanted = slots * width + pages
+        turns = np.append(0, np.flatnonzero(np.diff(wanted)) + 1)
+        wanted = np.unique(wanted[turns])
+        while len(self._free_pages) < len(wanted):
+            self._add_pages(len(self._arena) // PAGE)
+        fresh = self._free_pages[-len(wanted) :]
+        del self._free_pages[-len(wanted) :]
+        self._table[wanted // width, wanted % width] = fresh
+        self._cause.reshape(-1, PAGE)[fresh] = _ABSENT
 
     def reserve(self, positions: int) -> None:
         """Room for so many positions at once, so that the arena is not copied while requests run.

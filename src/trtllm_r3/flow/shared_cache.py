@@ -21,7 +21,7 @@ from .block_contents import NOTHING, BlockContents
 from .causes import Cause
 from .layout import Ints
 from .ops import mark
-from .request_store import Causes, Rows
+from .request_store import Causes, Epochs, Rows
 
 _ABSENT = int(Cause.ABSENT)
 
@@ -142,7 +142,7 @@ class SharedRouteCache:
             self._rows[at] = packed.view(self._row)[:, 0]
             self._cause[at], self._epoch[at] = causes, epoch
 
-    def read(self, lease: Lease, start: int, stop: int) -> tuple[Rows, Causes, npt.NDArray[np.int32]]:
+    def read(self, lease: Lease, start: int, stop: int) -> tuple[Rows, Causes, Epochs]:
         """(ids [T, L, K], causes [T], epochs [T]) of the hit positions [start, stop)."""
         self._settle(lease)
         positions = np.arange(start, stop)

@@ -151,7 +151,7 @@ class CapturedEngine:
 
     def detach(self) -> None:
         """Stop capturing for good; requests in flight keep the rows they have."""
-        self.recorder.fail("switched off")
+        self.recorder.stop("switched off")
         while self._undo:
             self._undo.pop()()
         runtime().engines.discard(self)

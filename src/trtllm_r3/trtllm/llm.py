@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..config import Config
-from ..errors import RequestRefused, UnsupportedError, explain
+from ..errors import ConfigError, R3Error, RequestRefused, UnsupportedError, explain
 from .requests import Ask, ask_of, set_ask
 from .runtime import runtime
 
@@ -40,13 +40,26 @@ def config_of(llm_args: Any) -> Config | None:
 def llm_init(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> None:
     """Around `BaseLLM.__init__(model, ..., **kwargs)`, which checks kwargs and starts the workers."""
     chosen = kwargs.pop(_OPTION, None)
+    if chosen is not None and not isinstance(chosen, bool):
+        raise ConfigError(explain(what=_OPTION, expected="True or False", found=repr(chosen), remedy=""))
     config = runtime().config if chosen or (chosen is None and runtime().config.engine) else None
     token = _config.set(config)
     try:
         setattr(instance, LLM_ATTRIBUTE, config)
         wrapped(*args, **kwargs)
+    except Exception as exc:
+        ours = _cause(exc)
+        if ours is None or ours is exc:
+            raise
+        raise type(ours)(*ours.args) from exc  # the worker's refusal, not that a worker returned an error
     finally:
         _config.reset(token)
+
+
+def _cause(error: BaseException | None) -> R3Error | None:
+    while error is not None and not isinstance(error, R3Error):
+        error = error.__cause__
+    return error
 
 
 def args_from_kwargs(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:

@@ -178,7 +178,8 @@ def _refuse_if_deaf(executor: Any) -> None:
             remedy="Send the request without it; see trtllm_r3.status() in the worker.",
         )
         # The worker fails a single request for this type only.
-        raise sys.modules["tensorrt_llm.executor.utils"].RequestError(refused) from RequestRefused(refused)
+        alone = getattr(sys.modules.get("tensorrt_llm.executor.utils"), "RequestError", RequestRefused)
+        raise alone(refused) from RequestRefused(refused)
 
 
 def executor_enqueue(wrapped: Callable[..., Any], _: Any, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import RoutesMissing, explain
+from ..errors import RoutesMismatch, RoutesMissing, explain
 from ..flow.payload import Payload, pack_none, unpack
 from ..flow.recorder import Track
 from ..flow.routes import Routes
@@ -67,13 +67,18 @@ def _payload(request: Any) -> Payload:
 def handle_sequence(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
     """Around `GenerationResultBase._handle_sequence(finish_reasons, response_tensors, sequence_index)`."""
     result = wrapped(*args, **kwargs)
+    index, done = None, False
     with guard("_handle_sequence"):
+        reasons, tensors, index = (
+            kwargs[name] if name in kwargs else args[i]
+            for i, name in enumerate(("finish_reasons", "response_tensors", "sequence_index"))
+        )
         if ask_of(instance.sampling_params).asked:
-            reasons, tensors, index = (
-                kwargs[name] if name in kwargs else args[i]
-                for i, name in enumerate(("finish_reasons", "response_tensors", "sequence_index"))
-            )
             _receive(instance, reasons, tensors, index)
+        done = True
+    with guard("_handle_sequence failed"):
+        if not done and index is not None:
+            _leave(instance._outputs[index], Routes(None, why_none="a fault on this side; see status()"))
     return result
 
 
@@ -88,19 +93,30 @@ def _receive(result: Any, reasons: Any, tensors: Any, index: int) -> None:
     else:
         # A streamed chunk; the last one brings the rows, unless the caller finds a stop string in the text
         # and never waits for it.
-        output.additional_generation_outputs = _rebuild(
-            output.additional_generation_outputs or {}, Routes(None, why_none=_UNFINISHED)
-        )
+        _leave(output, Routes(None, why_none=_UNFINISHED))
         return
+    _leave(output, routes)
+    manager().hook.trtllm_r3_finished(request_id=result.id, index=index, routes=routes)
+
+
+def _leave(output: Any, routes: Routes) -> None:
     values = dict(output.additional_generation_outputs or {})
     if routes.ids is not None:
         values[_KEY] = routes.ids
     output.additional_generation_outputs = _rebuild(values, routes)
-    manager().hook.trtllm_r3_finished(request_id=result.id, index=index, routes=routes)
 
 
 def routes_of(completion: Any) -> Routes:
     """See `trtllm_r3.routes_of`."""
+    if not hasattr(completion, "token_ids"):
+        raise RoutesMismatch(
+            explain(
+                what="routes_of",
+                expected="a CompletionOutput, as in result.outputs[0]",
+                found=type(completion).__name__,
+                remedy="Pass one of the outputs.",
+            )
+        )
     outputs = getattr(completion, "additional_generation_outputs", None)
     finished = getattr(completion, "finish_reason", None) is not None
     if isinstance(outputs, RouteOutputs):

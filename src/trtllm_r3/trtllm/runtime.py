@@ -80,7 +80,6 @@ class Runtime:
                 self.weight_version = version
                 for engine in list(self.engines):
                     engine.recorder.epoch = version
-                    engine.forget_prefixes()
             return self.weight_version
 
     def fault(self, place: str, exc: BaseException) -> None:

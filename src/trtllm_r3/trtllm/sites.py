@@ -108,15 +108,15 @@ def verdict(site: Site) -> str:
         return opinion
     kind, module = type(site.module).__name__, site.module
     if kind == "TritonFusedMoE":
-        return "its Triton kernels have a router of their own"
+        return "Triton kernels with a router of their own"
     backend = getattr(module, "backend", None)
     if kind == "ConfigurableMoE" and backend is not None:
         routes_outside = backend._supports_load_balancer() or getattr(module, "comm", None) is not None
-        return "" if routes_outside else f"{type(backend).__name__} routes inside its kernel"
+        return "" if routes_outside else f"a {type(backend).__name__}, which routes inside its kernel"
     if kind.startswith("TRTLLMGen") and not (
         getattr(module, "use_dp", False) and getattr(module, "parallel_size", 1) > 1
     ):
-        return "it routes inside its kernel"
+        return "a backend that routes inside its kernel"
     return ""
 
 

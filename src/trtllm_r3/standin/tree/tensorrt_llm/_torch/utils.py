@@ -62,6 +62,7 @@ def with_model_extra_attrs(
     get_attrs: Callable[[Any], dict[str, Any]],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a method: it runs with `get_attrs(self)` as those of the running model."""
+
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ task is unpickled: the task's function comes first in its pickle and decides wha
 from __future__ import annotations
 
 import pickle
+import signal
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
@@ -42,4 +43,6 @@ def serve(channel: Connection) -> None:
 
 
 if __name__ == "tensorrt_llm_pool_worker":
+    # Ctrl-C goes to the whole process group; the process that owns the pool decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(globals()["pool_channel"])
