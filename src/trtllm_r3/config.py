@@ -25,7 +25,8 @@ class Config:
         "separate" routing from the kernel where the engine has a switch for it.
     on_gap: a row that could not be captured is -1 ("sentinel"), or reading the result raises
         RoutesMissing ("error").
-    native: on an engine that returns routes by itself, "override" uses this package, "defer" leaves it alone.
+    native: on an engine that returns routes by itself, whose own recorder stays in charge, "override"
+        puts the hooks in place and warns when the LLM is built, "defer" patches nothing.
     shared_cache_tokens: for how many tokens of the engine's KV cache rows are kept on the host, for requests
         that hit them: -1 all of them, 0 none (hits are then missing).
     staging_slots: steps whose rows may be on their way to the host at once (2 or more).
