@@ -23,7 +23,9 @@ def cached(kv_tokens: int = 4096, policy: str = "GUARANTEED_NO_EVICT", **options
     cache = {k: options.pop(k) for k in ("enable_partial_reuse", "copy_on_partial_reuse") if k in options}
     return {
         **settings(**options),
-        "kv_cache_config": KvCacheConfig(enable_block_reuse=True, max_tokens=kv_tokens, tokens_per_block=8, **cache),
+        "kv_cache_config": KvCacheConfig(
+            enable_block_reuse=True, max_tokens=kv_tokens, tokens_per_block=8, **cache
+        ),
         "scheduler_config": SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy[policy]),
     }
 
@@ -73,7 +75,9 @@ def test_siblings_of_one_prompt_are_never_mixed_up(
     with engine(path, **cached(overlap=overlap)) as llm:
         for batch in range(4):
             outputs = together(
-                llm, [prompt] * 8, [ask(max_tokens=9, temperature=1.0, top_k=9, seed=100 * batch + i) for i in range(8)]
+                llm,
+                [prompt] * 8,
+                [ask(max_tokens=9, temperature=1.0, top_k=9, seed=100 * batch + i) for i in range(8)],
             )
             for output in outputs:
                 causes = nonces.check(output, config)
@@ -116,7 +120,9 @@ def test_preempted_requests_keep_the_rows_of_their_first_pass(
         assert recorder.store.live == 0
 
 
-def test_nothing_of_before_a_reset_is_served_after_it(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_before_a_reset_is_served_after_it(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, config = oracle
     nonces = Nonces(monkeypatch)
     [prompt] = prompts(1, longest=60, vocab=97, seed=11)

@@ -90,7 +90,11 @@ MUTANTS = {
         RouteRecorder, "end_step", "self._lose(layout, Cause.STAGING)", "pass", checks.check_ring
     ),
     "the epoch of the commit": Mutant(
-        RouteRecorder, "_commit", "rows_NLK, layout.epoch, causes)", "rows_NLK, self.epoch, causes)", checks.check_epochs
+        RouteRecorder,
+        "_commit",
+        "rows_NLK, layout.epoch, causes)",
+        "rows_NLK, self.epoch, causes)",
+        checks.check_epochs,
     ),
 }
 

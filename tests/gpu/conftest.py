@@ -23,4 +23,6 @@ def _standin(standin: str) -> None:
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("oracle")
-    return str(path), write_oracle_checkpoint(path, num_hidden_layers=9, num_experts=64, num_experts_per_tok=6)
+    return str(path), write_oracle_checkpoint(
+        path, num_hidden_layers=9, num_experts=64, num_experts_per_tok=6
+    )

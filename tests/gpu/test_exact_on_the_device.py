@@ -43,7 +43,9 @@ def late_copies(self: CudaStream, copy: Callable[[], None], real: Any = CudaStre
 def run(oracle: Oracle, requests: int, **options: Any) -> int:
     path, config = oracle
     rows = 0
-    with engine(path, kv_tokens=16384, **{**settings(max_num_tokens=256), "max_batch_size": 32, **options}) as llm:
+    with engine(
+        path, kv_tokens=16384, **{**settings(max_num_tokens=256), "max_batch_size": 32, **options}
+    ) as llm:
         for block in range(-(-requests // 50)):
             asked = prompts(50, longest=300, vocab=config["vocab_size"], seed=block)
             for output in together(llm, asked, [ask(max_tokens=1 + (7 * i) % 60) for i in range(50)]):
