@@ -286,6 +286,15 @@ def test_wrong_options_exit_with_2_before_anything_is_built(llm, rollout, option
     assert rollout(PROMPTS[:1], *options).exit_code == 2
 
 
+def test_a_file_where_the_folder_should_be_is_refused_and_left_as_it_is(llm, rollout, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "build", lambda *args: pytest.fail("built"))
+    (tmp_path / "out").write_text("mine")
+    result = rollout(PROMPTS[:1])
+    assert result.exit_code == 2
+    assert "is a file" in " ".join(result.stderr.replace("│", " ").split())
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_an_engine_that_cannot_be_built_says_the_whole_reason(llm, rollout, monkeypatch):
     def refuse(options: Any) -> Any:
         raise RuntimeError("Executor worker returned error") from ValueError(

@@ -36,7 +36,9 @@ Model = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoin
 Prompts = Annotated[
     Path, typer.Option(help='One JSON a line: {"prompt": ...} or {"prompt_token_ids": [...]}.', **_File)
 ]
-Out = Annotated[Path, typer.Option(help="Folder of the results; give it again to go on after a stop.")]
+Out = Annotated[
+    Path, typer.Option(file_okay=False, help="Folder of the results; give it again to go on after a stop.")
+]
 InFlight = Annotated[int, typer.Option(help="Prompts that the engine has at once.", min=1)]
 ShardPrompts = Annotated[int, typer.Option(help="Prompts to a shard of routes.", min=1)]
 Answers = Annotated[int, _sampling("Answers to a prompt.", "--n", min=1)]
@@ -131,7 +133,10 @@ def _extra(pairs: list[str]) -> dict[str, Any]:
 
 
 Count = Annotated[int, typer.Option("--prompts", help="How many prompts to run.", min=1)]
-DemoOut = Annotated[Path | None, typer.Option(help="Where to work; kept. Default: a folder that is removed.")]
+DemoOut = Annotated[
+    Path | None,
+    typer.Option(file_okay=False, help="Where to work; kept. Default: a folder that is removed."),
+]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the folder and say where it is.")]
 
 
