@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.nonce import Nonces
 from support.oracle import expected_continuation, expected_ids
 from support.rollouts import ask, engine, prompts, settings, together
 
 import trtllm_r3
 from trtllm_r3.flow.capturer import RouteCapturer
 from trtllm_r3.flow.recorder import RouteRecorder
+from trtllm_r3.flow.shared_cache import SharedRouteCache
 from trtllm_r3.trtllm import executor, manager, requests, responses, routing, steps
 from trtllm_r3.trtllm.engine import CapturedEngine
 
@@ -28,6 +30,7 @@ PLACES = [
     (RouteRecorder, "_freeze", ENGINE),
     (executor, "_check_layout", ENGINE),
     (steps, "_slot_in_context", ENGINE),
+    (CapturedEngine, "wants", ENGINE),
     (CapturedEngine, "admit", ENGINE),
     (RouteCapturer, "enter", ENGINE),
     (RouteCapturer, "hear", ENGINE),
@@ -36,6 +39,8 @@ PLACES = [
     (routing, "_local_rows", ENGINE),
     (manager, "_let_go", REQUEST),
     (RouteRecorder, "finish", REQUEST),
+    (CapturedEngine, "track_of", REQUEST),
+    (responses, "pack_none", REQUEST),
     (responses, "_payload", REQUEST),
     (responses, "_receive", REQUEST),
     (responses, "unpack", REQUEST),
@@ -91,6 +96,58 @@ def test_a_fault_in_a_hook_costs_rows_and_nothing_else(
         got = routes.ids.numpy()
         assert got.shape == want.shape
         assert ((got == want) | (got == -1)).all()
+
+
+CACHE_PLACES = [
+    (CapturedEngine, "resume"),
+    (CapturedEngine, "grow"),
+    (RouteRecorder, "pause"),
+    (RouteRecorder, "release"),
+    (RouteRecorder, "_keep_hits"),
+    (SharedRouteCache, "lease"),
+    (SharedRouteCache, "extend"),
+    (SharedRouteCache, "places"),
+    (SharedRouteCache, "let_go"),
+    (SharedRouteCache, "write"),
+    (SharedRouteCache, "read"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), CACHE_PLACES, ids=[f"{o.__name__}.{n}" for o, n in CACHE_PLACES])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_fault_while_requests_pause_and_hit_the_cache_costs_rows_and_nothing_else(
+    oracle: Oracle, owner: Any, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
+
+    path, config = oracle
+    nonces = Nonces(monkeypatch)
+    asked = prompts(6, longest=40, vocab=97, seed=21)
+    faults, fired = len(trtllm_r3.status()["faults"]), []
+    options = {
+        **settings(overlap=overlap, graphs=False),
+        "kv_cache_config": KvCacheConfig(enable_block_reuse=True, max_tokens=160, tokens_per_block=8),
+        "scheduler_config": SchedulerConfig(
+            capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION
+        ),
+    }
+    with engine(path, **options) as llm:
+        outputs = together(llm, asked[:1] * 2, [ask(max_tokens=12)] * 2)
+        monkeypatch.setattr(owner, name, fail_once(getattr(owner, name), fired))
+        outputs += together(llm, asked, [ask(max_tokens=50)] * 6)
+        again = together(llm, asked, [ask(return_routed_experts=False, max_tokens=4)] * 6)
+    assert fired, "the place was never reached"
+    assert len(trtllm_r3.status()["faults"]) > faults
+    for output in (*outputs, *again):
+        token_ids = output.outputs[0].token_ids
+        assert token_ids == expected_continuation(output.prompt_token_ids, len(token_ids), config)
+        assert output.outputs[0].finish_reason == "length"
+    for output in outputs:
+        routes = trtllm_r3.routes_of(output.outputs[0])
+        if routes.ids is None:
+            assert routes.why_none
+        else:
+            nonces.check_ids(output, config)
 
 
 def test_after_a_fault_new_requests_that_ask_are_refused_one_by_one(

@@ -71,6 +71,16 @@ class Nonces:
 
     def check(self, output: Any, config: Mapping[str, Any]) -> dict[str, int]:
         """Each row that is there is that of its forward; missing ones were hits. Missing rows by cause."""
+        routes = self.check_ids(output, config)
+        lost = set(np.flatnonzero(routes.missing.numpy()).tolist()) - self.hits[output.request_id]
+        assert not lost, f"rows {sorted(lost)} were computed by the request itself and are missing"
+        causes: dict[str, int] = defaultdict(int)
+        for gap in routes.gaps:
+            causes[gap.cause] += gap.stop - gap.start
+        return dict(causes)
+
+    def check_ids(self, output: Any, config: Mapping[str, Any]) -> trtllm_r3.Routes:
+        """Each row that is there is that of its forward; any may be missing."""
         completion = output.outputs[0]
         routes = trtllm_r3.routes_of(completion)
         tokens = [*output.prompt_token_ids, *completion.token_ids][:-1]
@@ -82,9 +92,4 @@ class Nonces:
         missing = routes.missing.numpy()
         wrong = np.flatnonzero(~missing & (got != want).any((1, 2)))
         assert not len(wrong), f"rows {wrong.tolist()} are not those of forwards {forwards[wrong].tolist()}"
-        lost = set(np.flatnonzero(missing).tolist()) - self.hits[output.request_id]
-        assert not lost, f"rows {sorted(lost)} were computed by the request itself and are missing"
-        causes: dict[str, int] = defaultdict(int)
-        for gap in routes.gaps:
-            causes[gap.cause] += gap.stop - gap.start
-        return dict(causes)
+        return routes
