@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.nonce import Nonces
 from support.oracle import expected_continuation, expected_ids
-from support.rollouts import ask, engine, prompts, settings, together
+from support.rollouts import ask, cached, engine, prompts, settings, together
 
 import trtllm_r3
 from trtllm_r3.flow.capturer import RouteCapturer
@@ -123,19 +123,11 @@ CACHE_PLACES = [
 def test_a_fault_while_requests_pause_and_hit_the_cache_costs_rows_and_nothing_else(
     oracle: Oracle, owner: Any, name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
-
     path, config = oracle
     nonces = Nonces(monkeypatch)
     asked = prompts(6, longest=40, vocab=97, seed=21)
     fired: list[int] = []
-    options = {
-        **settings(overlap=overlap, graphs=False),
-        "kv_cache_config": KvCacheConfig(enable_block_reuse=True, max_tokens=160, tokens_per_block=8),
-        "scheduler_config": SchedulerConfig(
-            capacity_scheduler_policy=CapacitySchedulerPolicy.MAX_UTILIZATION
-        ),
-    }
+    options = cached(kv_tokens=160, policy="MAX_UTILIZATION", overlap=overlap, graphs=False)
     with engine(path, **options) as llm:
         outputs = together(llm, asked[:1] * 2, [ask(max_tokens=12)] * 2)
         monkeypatch.setattr(owner, name, fail_once(getattr(owner, name), fired))

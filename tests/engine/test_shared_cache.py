@@ -9,25 +9,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.nonce import Nonces
-from support.rollouts import ask, engine, prompts, settings, together
+from support.rollouts import ask, cached, engine, prompts, together
 
 import trtllm_r3
 
 Oracle = tuple[str, dict[str, Any]]
-
-
-def cached(kv_tokens: int = 4096, policy: str = "GUARANTEED_NO_EVICT", **options: Any) -> dict[str, Any]:
-    """Engine options with block reuse on and small blocks."""
-    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
-
-    cache = {k: options.pop(k) for k in ("enable_partial_reuse", "copy_on_partial_reuse") if k in options}
-    return {
-        **settings(**options),
-        "kv_cache_config": KvCacheConfig(
-            enable_block_reuse=True, max_tokens=kv_tokens, tokens_per_block=8, **cache
-        ),
-        "scheduler_config": SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy[policy]),
-    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -104,12 +90,9 @@ def test_a_new_prompt_in_the_blocks_of_an_old_one_gets_nothing_of_it(
 def test_preempted_requests_keep_the_rows_of_their_first_pass(
     oracle: Oracle, overlap: bool, reuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensorrt_llm.llmapi import KvCacheConfig
-
     path, config = oracle
     nonces = Nonces(monkeypatch)
-    options = cached(policy="MAX_UTILIZATION", overlap=overlap)
-    options["kv_cache_config"] = KvCacheConfig(enable_block_reuse=reuse, max_tokens=192, tokens_per_block=8)
+    options = cached(kv_tokens=192, policy="MAX_UTILIZATION", enable_block_reuse=reuse, overlap=overlap)
     with engine(path, **options) as llm:
         recorder = llm._executor.engine.model_engine._trtllm_r3.recorder
         asked = prompts(8, longest=40, vocab=97, seed=21)

@@ -57,6 +57,20 @@ def settings(
     }
 
 
+def cached(kv_tokens: int = 4096, policy: str = "GUARANTEED_NO_EVICT", **options: Any) -> dict[str, Any]:
+    """`settings` with small KV blocks that are reused unless told otherwise."""
+    from tensorrt_llm.llmapi import CapacitySchedulerPolicy, KvCacheConfig, SchedulerConfig
+
+    cache = {name: options.pop(name) for name in set(options) & set(KvCacheConfig.model_fields)}
+    return {
+        **settings(**options),
+        "kv_cache_config": KvCacheConfig(
+            **{"enable_block_reuse": True, "max_tokens": kv_tokens, "tokens_per_block": 8, **cache}
+        ),
+        "scheduler_config": SchedulerConfig(capacity_scheduler_policy=CapacitySchedulerPolicy[policy]),
+    }
+
+
 def ask(**options: Any) -> Any:
     """SamplingParams that ask for routes; greedy, ends only by length unless told otherwise."""
     from tensorrt_llm import SamplingParams
